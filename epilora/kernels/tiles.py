@@ -1,0 +1,84 @@
+"""Device helpers and argument checks that several kernels share.
+
+Legend: M tokens, R rank, L adapter slots; `slot` is the index of an adapter in its stack, -1 for none.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+# True when kernels run in Triton's interpreter: read when triton is imported, as triton itself does.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+MAX_SLICES = 4
+
+
+@triton.jit
+def pick4(index, p0, p1, p2, p3):
+    """The `index`-th of four pointers or numbers (uniform branch; no table of pointers in memory)."""
+    p = p0
+    if index == 1:
+        p = p1
+    if index == 2:
+        p = p2
+    if index == 3:
+        p = p3
+    return p
+
+
+@triton.jit
+def slice_of(n, end0, end1, end2):
+    """Which output slice column `n` lies in; `end*` are the ends of the first three slices (unused ones: a huge number)."""
+    return (n >= end0).to(tl.int32) + (n >= end1).to(tl.int32) + (n >= end2).to(tl.int32)
+
+
+@triton.jit
+def any_active(active_ptr, num_entries, BLOCK: tl.constexpr):
+    """Whether one of `num_entries` listed slots is >= 0 (-1 entries mean none). Returns an int32 0 or 1."""
+    offs = tl.arange(0, BLOCK)
+    ids = tl.load(active_ptr + offs, mask=offs < num_entries, other=-1)
+    return tl.max((ids >= 0).to(tl.int32), axis=0)
+
+
+def check(condition: bool, function: str, message: str) -> None:
+    """Raise ValueError `function: message` unless `condition`."""
+    if not condition:
+        raise ValueError(f"{function}: {message}")
+
+
+def check_tensor(function: str, name: str, tensor: torch.Tensor, *, dim: int | None = None, dtypes: tuple[torch.dtype, ...] = (), device=None) -> None:
+    """Check a tensor argument: rank, dtype, device, and that its last axis is contiguous.
+
+    Raises TypeError for a wrong type or dtype, ValueError for the rest; the message names argument, value and what is allowed.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{function}: {name} is {type(tensor).__name__}; give a torch.Tensor")
+    if dtypes and tensor.dtype not in dtypes:
+        raise TypeError(f"{function}: {name} has dtype {tensor.dtype}; allowed: {', '.join(str(d) for d in dtypes)}")
+    if dim is not None and tensor.dim() != dim:
+        raise ValueError(f"{function}: {name} has shape {tuple(tensor.shape)}; it must have {dim} dimensions")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{function}: {name} has stride {tensor.stride()}; its last axis must be contiguous")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{function}: {name} is on {tensor.device}; the other arguments are on {device}")
+    if tensor.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(f"{function}: {name} is on {tensor.device}; kernels run on CUDA (or set TRITON_INTERPRET=1 before importing triton)")
+
+
+def slice_ends(widths: list[int]) -> tuple[int, int, int]:
+    """Ends of the first three slices, a huge number for those that do not exist. Raises ValueError for over four slices."""
+    if not 1 <= len(widths) <= MAX_SLICES:
+        raise ValueError(f"slices: {len(widths)} given; 1 to {MAX_SLICES} are supported")
+    ends, total = [], 0
+    for width in widths:
+        total += width
+        ends.append(total)
+    return tuple((ends[:-1] + [2**31 - 1] * 3)[:3])  # type: ignore[return-value]
+
+
+def pad4(items: list) -> list:
+    """Four items, the last one repeated: kernels take one pointer per slice."""
+    return (list(items) + [items[-1]] * MAX_SLICES)[:MAX_SLICES]

@@ -1,0 +1,1 @@
+"""Low-precision formats: facts, typed operands, plain-torch reference arithmetic and the weight manifest."""

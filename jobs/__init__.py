@@ -1,0 +1,1 @@
+"""Jobs: they compose configuration, actors and loops. No tensor code here."""

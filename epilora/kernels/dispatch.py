@@ -35,6 +35,7 @@ class Implementation(str, Enum):
     """How a kernel's arithmetic is carried out."""
 
     TRITON = "triton"  # compiled for the GPU the tensors are on
+    CUDA = "cuda"  # CUDA C++ of `kernels/cuda`, where a kernel has one (sm_90 and newer)
     INTERPRETER = "interpreter"  # Triton's Python interpreter: proves indexing and maths, not speed
     REFERENCE = "reference"  # the `*_ref` function beside the kernel, plain torch in fp32
 
@@ -72,15 +73,15 @@ def choose(kernel: str, device: torch.device, override: Implementation | str | N
         except ValueError as err:
             allowed = ", ".join(i.value for i in Implementation)
             raise ValueError(f"{kernel}: implementation={asked!r} is unknown; allowed: {allowed}") from err
-        if picked is Implementation.TRITON and (device.type != "cuda" or interpreter_is_on()):
+        if picked in (Implementation.TRITON, Implementation.CUDA) and (device.type != "cuda" or interpreter_is_on()):
             why = "the interpreter is on" if interpreter_is_on() else f"tensors are on {device}"
-            raise UnsupportedKernel(f"{kernel}: implementation=triton asked, but {why}; move them to CUDA or ask for reference")
+            raise UnsupportedKernel(f"{kernel}: implementation={picked.value} asked, but {why}; move them to CUDA or ask for reference")
         if picked is Implementation.INTERPRETER and not interpreter_is_on():
             raise UnsupportedKernel(
                 f"{kernel}: implementation=interpreter asked, but it is off; set TRITON_INTERPRET=1 before importing triton"
             )
     _calls[kernel, picked.value] += 1
-    if picked is not Implementation.TRITON and (kernel, picked.value) not in _told:
+    if picked not in (Implementation.TRITON, Implementation.CUDA) and (kernel, picked.value) not in _told:
         _told.add((kernel, picked.value))
         logger.warning("%s runs as %s on %s", kernel, picked.value, device)
     return picked

@@ -28,10 +28,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..errors import UnsupportedKernel
 from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
 from .dispatch import Implementation, choose
-from .tiles import MAX_SLICES
+from .quantize import quantize_ref, quantize_row
+from .tiles import INTERPRETED, MAX_SLICES
 
 MAX_RANK = 256
 _SHARED_BYTES = 227 * 1024  # a Hopper block's limit; Ada's is 99 KiB, see `is_legal_shrink`
@@ -148,7 +150,7 @@ def _tile_of_group(pid_m, active_ptr, counts_ptr, starts_ptr, num_entries, num_s
     return slot, first, left
 
 
-@triton.jit(do_not_specialize=["M", "num_entries", "num_slots"])
+@triton.jit(do_not_specialize=["M", "num_entries", "num_slots", "num_quant"])
 def _lora_shrink_grouped_kernel(
     x_ptr,
     a0_ptr,
@@ -164,11 +166,14 @@ def _lora_shrink_grouped_kernel(
     active_ptr,
     counts_ptr,
     starts_ptr,
+    xq_ptr,
+    x_scale_ptr,
     M,
     K,
     R: tl.constexpr,
     num_entries,
     num_slots,
+    num_quant,
     stride_xm,
     stride_al,
     stride_ar,
@@ -180,8 +185,16 @@ def _lora_shrink_grouped_kernel(
     SPLIT_K: tl.constexpr,
     EVEN: tl.constexpr,
     ENTRIES: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,  # 0: x is not quantised here
+    ROUND_FIRST: tl.constexpr,
 ):
     pid = tl.program_id(0)
+    if QUANT_BLOCK > 0:
+        if pid < num_quant:  # the first programs quantise one row each, for the vendor GEMM that is launched next
+            m = pid.to(tl.int64)
+            quantize_row(x_ptr + m * stride_xm, xq_ptr + m * K, x_scale_ptr + m, K, QUANT_BLOCK, ROUND_FIRST)
+            return
+        pid -= num_quant
     num_r = tl.cdiv(R, BLOCK_R)
     columns = NUM_SLICES * num_r
     pid_c = pid % columns  # slices of one x tile run side by side and share it in L2
@@ -481,6 +494,8 @@ def _check_groups(kernel: str, groups: TokenGroups, M: int, L: int, device: torc
 
 
 def _check_tokens(kernel: str, name: str, tensor: torch.Tensor, implementation: Implementation) -> None:
+    if implementation is Implementation.CUDA:
+        raise UnsupportedKernel(f"{kernel}: implementation=cuda asked, but it has no CUDA C++ form; allowed: triton, interpreter, reference")
     allowed = _SIXTEEN_BIT if implementation is Implementation.TRITON else (*_SIXTEEN_BIT, torch.float32)
     if tensor.dtype not in allowed:
         raise TypeError(f"{kernel}: {name} is {tensor.dtype}; allowed: {', '.join(str(d) for d in allowed)}")
@@ -503,6 +518,7 @@ def lora_shrink_grouped(
     groups: TokenGroups,
     *,
     out: torch.Tensor | None = None,
+    quantize_to: tuple[torch.Tensor, torch.Tensor] | None = None,
     config: ShrinkConfig | None = None,
     implementation: Implementation | str | None = None,
 ) -> torch.Tensor:
@@ -510,6 +526,7 @@ def lora_shrink_grouped(
 
     x: [M, K] bf16 or fp16, rows contiguous. lora_a: S operands [L, R, K] (x's dtype, or FP8 with scales [L, R]).
     groups: this step's tokens by slot. out: [split_k, M, S, R] buffer to write (fp32; x's dtype when split_k is 1).
+    quantize_to: (codes [M, K] float8_e4m3fn, scale [M] or [M, 1] fp32) to fill in the same launch, as `quantize` would.
     Returns h [split_k, M, S, R]: partial sums over K, for `lora_expand_add` to add in order. Rows without an adapter keep
     whatever `out` held. Neither synchronises nor, with `out` given, allocates. M = 0 launches nothing.
     Raises TypeError or ValueError naming the argument, its value and what is allowed; UnsupportedKernel from `choose`.
@@ -536,16 +553,27 @@ def lora_shrink_grouped(
         out = torch.empty(shape, dtype=dtype, device=x.device)
     elif tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device != x.device:
         raise ValueError(f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; allowed: contiguous {dtype} {shape} on {x.device}")
+    if quantize_to is not None:
+        codes, x_scale = quantize_to
+        if codes.shape != x.shape or codes.dtype != torch.float8_e4m3fn or not codes.is_contiguous() or codes.device != x.device:
+            raise ValueError(f"{name}: quantize_to[0] is {codes.dtype} {tuple(codes.shape)}; allowed: contiguous float8_e4m3fn {(M, K)} on {x.device}")
+        if x_scale.numel() != M or x_scale.dtype != torch.float32 or not x_scale.is_contiguous() or x_scale.device != x.device:
+            raise ValueError(f"{name}: quantize_to[1] is {x_scale.dtype} {tuple(x_scale.shape)}; allowed: contiguous float32, {M} values on {x.device}")
     if M == 0:
         return out
     if picked is Implementation.REFERENCE:
         out.zero_()
         out[0].copy_(lora_shrink_grouped_ref(x, lora_a, groups)[0])
+        if quantize_to is not None:
+            ref_codes, ref_scale = quantize_ref(x)
+            quantize_to[0].copy_(ref_codes)
+            quantize_to[1].copy_(ref_scale.view_as(quantize_to[1]))
         return out
     scaled = lora_a[0].scales is not None
     values = _padded([a.values for a in lora_a])
     scales = _padded([a.scales for a in lora_a]) if scaled else [groups.counts] * MAX_SLICES
-    grid = (num_row_tiles(M, L, config.block_m) * S * triton.cdiv(R, config.block_r) * config.split_k,)
+    num_quant = M if quantize_to is not None else 0
+    grid = (num_quant + num_row_tiles(M, L, config.block_m) * S * triton.cdiv(R, config.block_r) * config.split_k,)
     _lora_shrink_grouped_kernel[grid](
         x,
         *values,
@@ -555,11 +583,13 @@ def lora_shrink_grouped(
         groups.active_slots,
         groups.counts,
         groups.starts,
+        *(quantize_to or (x, groups.counts)),
         M,
         K,
         R,
         L + 1,
         L,
+        num_quant,
         x.stride(0),
         R * K,
         K,
@@ -571,6 +601,8 @@ def lora_shrink_grouped(
         SPLIT_K=config.split_k,
         EVEN=K % (config.block_k * config.split_k) == 0 and R % config.block_r == 0,
         ENTRIES=triton.next_power_of_2(L + 1),
+        QUANT_BLOCK=min(2048, triton.next_power_of_2(K)) if quantize_to is not None else 0,
+        ROUND_FIRST=INTERPRETED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

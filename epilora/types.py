@@ -43,6 +43,7 @@ class AdapterVersion:
     base_model: str = ""
     created_s: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""  # tenant the name belongs to; "" is shared by all
 
     @property
     def ref(self) -> str:

@@ -1,0 +1,7 @@
+"""Durable adapter versions: SQLite for names and versions, immutable safetensors files for content. No torch."""
+
+from .digest import adapter_digest
+from .preflight import PreflightReport, preflight
+from .store import AdapterStore, AuditRow, StoreStats
+
+__all__ = ["AdapterStore", "AuditRow", "PreflightReport", "StoreStats", "adapter_digest", "preflight"]

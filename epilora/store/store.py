@@ -1,0 +1,726 @@
+"""The durable truth about adapters: immutable versions addressed by digest, and names that point at them.
+
+    publish: digest -> file (fsync, rename, fsync of the folder) -> one transaction (content, version, pointer, audit
+    row)
+
+Whatever was acknowledged survives `kill -9`; whatever was not is invisible (a file without a row is swept by `gc`).
+Threads and processes may share a root: SQLite in WAL mode with synchronous=FULL, one connection per thread, a file lock
+between publishers and the collector.
+
+Names: `publish` makes version n+1 and, unless told `promote=False`, moves the name to it. `promote` moves the name to
+any version, `rollback` back to where it pointed before. A name belongs to an owner ("" is shared); a tenant sees its
+own and the shared ones, its own first. Numbers are never used twice, deleted names included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from epilora.errors import AdapterNotFound
+from epilora.types import AdapterSpec, AdapterVersion
+
+from .digest import DIGEST_CHARS, adapter_digest, as_fp32_tensors, spec_from_dict, spec_json
+from .objects import ObjectFiles
+from .peft_files import MAX_ADAPTER_BYTES, read_peft_folder, write_peft_folder
+from .preflight import PreflightReport, check_tensors, preflight
+from .schema import connect, ensure_schema
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,127}")
+_DIGEST_PATTERN = re.compile(rf"[0-9a-f]{{12,{DIGEST_CHARS}}}")
+_COLUMNS = (
+    "v.owner, v.name, v.version, v.digest, c.spec,"
+    " v.base_model, v.base_digest, v.created_s, v.metadata, v.base_revision"
+)
+_FROM = " FROM versions v JOIN contents c ON c.digest = v.digest "
+MAX_NAMES_IN_ERROR = 20
+
+Versions = list[AdapterVersion]  # AdapterStore has a method called `list`, so its annotations use these
+Strings = list[str]
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """One change.
+
+    at_s: unix time. actor: who asked (tenant, job, admin), action: publish, promote, rollback, pin ...
+    """
+
+    id: int
+    at_s: float
+    actor: str
+    action: str
+    owner: str
+    name: str
+    version: int | None
+    digest: str
+    detail: dict[str, Any]
+
+
+Rows = list[AuditRow]
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counters of this process and totals of the store. Bytes are fp32 file sizes."""
+
+    names: int
+    versions: int
+    contents: int
+    disk_bytes: int
+    host_bytes: int
+    host_hits: int
+    disk_reads: int
+
+
+class AdapterStore:
+    """Adapter versions under one folder.
+
+    root: created if missing. host_cache_bytes: how many bytes of verified tensors stay in memory (LRU).
+    on_step: called with a step's name around every durable write; tests kill the process there.
+    Satisfies `actors.protocols.AdapterStore`. Raises RuntimeError if the folder was written by newer code.
+    """
+
+    def __init__(
+        self, root: str | Path, *, host_cache_bytes: int = 256 << 20, on_step: Callable[[str], None] | None = None
+    ) -> None:
+        self.root = Path(root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._step = on_step or (lambda name: None)
+        self._files = ObjectFiles(self.root, self._step)
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        self._connections_lock = threading.Lock()
+        self._cache: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
+        self._cache_bytes, self._cache_limit = 0, host_cache_bytes
+        self._cache_lock = threading.Lock()
+        self._loading: dict[str, threading.Event] = {}
+        self._hits = self._reads = 0
+        ensure_schema(self._db(), self.root / "store.sqlite")
+
+    # --- connections and transactions -------------------------------------------------------------------------------
+
+    def _db(self) -> sqlite3.Connection:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = connect(self.root / "store.sqlite")
+            with self._connections_lock:
+                self._connections.append(connection)
+        return connection
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it is durable when the block ends, none of it if the block raises or the process
+        dies.
+        """
+        db = self._db()
+        self._step("db:begin")
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield db
+            self._step("db:before-commit")
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+        self._step("db:committed")
+
+    def close(self) -> None:
+        """Close every thread's connection. The store must not be used afterwards."""
+        with self._connections_lock:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+        self._local = threading.local()
+
+    # --- publishing ---------------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        name: str,
+        spec: AdapterSpec,
+        tensors: Mapping[str, Any],
+        *,
+        base_model: str,
+        base_digest: str,
+        metadata: Mapping[str, Any] | None = None,
+        owner: str = "",
+        base_revision: str = "",
+        promote: bool = True,
+        actor: str = "",
+    ) -> AdapterVersion:
+        """A new immutable version, or the existing one if content and base are those of the name's latest version.
+
+        name: letters, digits, `.`, `_`, `-`, at most 128. tensors: PEFT keys -> arrays or CPU tensors, scaling not
+        folded.
+        metadata: JSON-able, kept as it is (ignored when the version exists already). promote: move the name to the
+        version. Durable when it returns. Raises AdapterRejected (keys, shapes, NaN), ValueError (name, metadata).
+        """
+        _check_name(name, "adapter name")
+        if owner:
+            _check_name(owner, "owner")
+        document = json.dumps(dict(metadata or {}), sort_keys=True, allow_nan=True)
+        arrays = as_fp32_tensors(tensors)
+        report = check_tensors(spec, arrays)
+        digest = adapter_digest(spec, arrays)
+        with self._files.lock(exclusive=False):
+            size = self._files.write(digest, spec, arrays)
+            with self._write() as db:
+                now = time.time()
+                db.execute(
+                    "INSERT OR IGNORE INTO contents VALUES(?,?,?,?,?)",
+                    (digest, spec_json(spec), size, len(arrays), now),
+                )
+                self._step("db:content")
+                db.execute("INSERT OR IGNORE INTO owners VALUES(?,?)", (owner, now))
+                db.execute("INSERT OR IGNORE INTO names VALUES(?,?,NULL,1)", (owner, name))
+                current, number = db.execute(
+                    "SELECT current, next_version FROM names WHERE owner=? AND name=?", (owner, name)
+                ).fetchone()
+                latest = db.execute(
+                    "SELECT version, digest, base_model, base_digest, base_revision FROM versions"
+                    " WHERE owner=? AND name=? ORDER BY version DESC LIMIT 1",
+                    (owner, name),
+                ).fetchone()
+                if latest is not None and latest[1:] == (digest, base_model, base_digest, base_revision):
+                    number = latest[0]
+                else:
+                    db.execute(
+                        "INSERT INTO versions(owner,name,version,digest,base_model,base_revision,base_digest,"
+                        "created_s,metadata) VALUES(?,?,?,?,?,?,?,?,?)",
+                        (owner, name, number, digest, base_model, base_revision, base_digest, now, document),
+                    )
+                    self._step("db:version")
+                    db.execute("UPDATE names SET next_version=? WHERE owner=? AND name=?", (number + 1, owner, name))
+                    detail = {"bytes": size, "modules": len(report.covered), "promote": promote}
+                    self._audit(db, actor, "publish", (owner, name, number, digest), detail)
+                if promote and current != number:
+                    self._point(db, owner, name, number)
+                self._step("db:pointer")
+                version = self._fetch(db, owner, name, number)
+        self._keep(digest, {key: array.copy() for key, array in arrays.items()})
+        return version
+
+    def import_peft(
+        self,
+        folder: str | Path,
+        name: str,
+        *,
+        base: Mapping[str, tuple[int, int]] | None = None,
+        base_model: str = "",
+        base_digest: str = "",
+        base_revision: str = "",
+        owner: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        max_rank: int | None = None,
+        max_bytes: int = MAX_ADAPTER_BYTES,
+        promote: bool = True,
+        actor: str = "",
+    ) -> tuple[AdapterVersion, PreflightReport]:
+        """Publish a PEFT folder after preflight. base: module -> (out, in) of the base's linear modules, None if
+        unknown.
+
+        Raises AdapterRejected with the reason; nothing is stored then.
+        """
+        _check_name(name, "adapter name")
+        config, tensors = read_peft_folder(folder, max_bytes=max_bytes)
+        report = preflight(config, tensors, base, max_rank=max_rank)
+        plain = {key.replace(".default.weight", ".weight"): tensor for key, tensor in tensors.items()}
+        version = self.publish(
+            name,
+            report.spec,
+            plain,
+            base_model=base_model or str(config.get("base_model_name_or_path") or ""),
+            base_digest=base_digest,
+            base_revision=base_revision,
+            metadata={
+                **(metadata or {}),
+                "coverage": {"modules": len(report.covered), "base_modules": report.base_modules},
+            },
+            owner=owner,
+            promote=promote,
+            actor=actor,
+        )
+        return version, report
+
+    def export_peft(self, ref: str, folder: str | Path, *, tenant: str | None = None) -> Path:
+        """Write a version as a PEFT folder that stock `peft` loads. Returns the folder. Raises AdapterNotFound."""
+        version = self.resolve(ref, tenant=tenant)
+        return write_peft_folder(folder, version.spec, self.tensors(version.digest), base_model=version.base_model)
+
+    # --- names --------------------------------------------------------------------------------------------------------
+
+    def resolve(self, ref: str, *, tenant: str | None = None) -> AdapterVersion:
+        """`name`, `name@version`, `owner/name`, or a digest (at least its first 12 characters).
+
+        tenant: what that tenant may see: its own names first, then shared ones, nothing else. None: everything; a bare
+        name is the shared one, or the only one there is. Raises AdapterNotFound listing the names that exist.
+        """
+        db = self._db()
+        owner, name, number = _parse_ref(ref)
+        if name:
+            found = self._owner_of(db, owner, name, tenant)
+            if found is not None:
+                rows = self._select(
+                    db,
+                    "WHERE v.owner=? AND v.name=? AND v.version="
+                    + ("?" if number else "(SELECT current FROM names WHERE owner=v.owner AND name=v.name)"),
+                    (found, name, number) if number else (found, name),
+                )
+                if rows:
+                    return rows[0]
+                raise AdapterNotFound(self._no_version(db, found, name, number))
+        if _DIGEST_PATTERN.fullmatch(ref):
+            seen = "" if tenant is None else " AND v.owner IN (?, '')"
+            args = (ref, ref + "g") if tenant is None else (ref, ref + "g", tenant)
+            rows = self._select(db, f"WHERE v.digest >= ? AND v.digest < ?{seen} ORDER BY v.id LIMIT 50", args)
+            digests = {row.digest for row in rows}
+            if len(digests) > 1:
+                raise AdapterNotFound(f"digest {ref} is the beginning of {len(digests)} digests; give more characters")
+            if rows:
+                return rows[0]
+        raise AdapterNotFound(f"no adapter {ref!r}; {self._existing(tenant)}")
+
+    def _owner_of(self, db: sqlite3.Connection, owner: str | None, name: str, tenant: str | None) -> str | None:
+        """Which owner's name a reference means, or None if there is none it may see."""
+        if owner is not None and tenant is not None and owner not in (tenant, ""):
+            return None
+        owners = [
+            row[0]
+            for row in db.execute(
+                "SELECT owner FROM names WHERE name=? AND current IS NOT NULL ORDER BY owner", (name,)
+            )
+            if (owner is None or row[0] == owner) and (tenant is None or row[0] in (tenant, ""))
+        ]
+        if tenant is not None:
+            return tenant if tenant in owners else owners[0] if owners else None
+        if len(owners) > 1 and "" not in owners:
+            raise AdapterNotFound(f"adapter name {name!r} belongs to {', '.join(owners)}; ask for owner/{name}")
+        return owners[0] if owners else None
+
+    def names(self, *, owner: str | None = None, tenant: str | None = None, limit: int = 100_000) -> Strings:
+        """Names that exist: of one owner, or all a tenant sees, or (neither given) all, as `owner/name` where owned."""
+        where, args = _visible(owner, tenant, "n")
+        rows = self._db().execute(
+            f"SELECT n.owner, n.name FROM names n WHERE n.current IS NOT NULL{where} ORDER BY n.owner, n.name LIMIT ?",
+            (*args, limit),
+        )
+        if owner is not None or tenant is not None:
+            return sorted({name for _, name in rows})
+        return [f"{found}/{name}" if found else name for found, name in rows]
+
+    def current(self, *, tenant: str | None = None, offset: int = 0, limit: int = 100) -> Versions:
+        """What each visible name points at, ordered by name, one page. A tenant's own name hides a shared one."""
+        where, args = _visible(None, tenant, "n")
+        hidden = ""
+        if tenant is not None:
+            hidden = (
+                " AND NOT (n.owner='' AND ?<>'' AND EXISTS(SELECT 1 FROM names o WHERE o.owner=? AND o.name=n.name"
+                " AND o.current IS NOT NULL))"
+            )
+            args = (*args, tenant, tenant)
+        rows = self._db().execute(
+            f"SELECT {_COLUMNS} FROM names n"
+            " JOIN versions v ON v.owner=n.owner AND v.name=n.name AND v.version=n.current"
+            f" JOIN contents c ON c.digest=v.digest WHERE n.current IS NOT NULL{where}{hidden}"
+            " ORDER BY n.name, n.owner LIMIT ? OFFSET ?",
+            (*args, limit, offset),
+        )
+        return [_version(row) for row in rows]
+
+    def versions(self, name: str, *, owner: str | None = None, tenant: str | None = None) -> Versions:
+        """All versions of a name, oldest first. Raises AdapterNotFound."""
+        db = self._db()
+        given, name, _ = _parse_ref(name)
+        found = self._owner_of(db, owner if owner is not None else given, name, tenant) if name else None
+        if found is None:
+            raise AdapterNotFound(f"no adapter {name!r}; {self._existing(tenant)}")
+        return self._select(db, "WHERE v.owner=? AND v.name=? ORDER BY v.version", (found, name))
+
+    def list(self, *, offset: int = 0, limit: int = 100, owner: str | None = None) -> Versions:
+        """All versions, newest first, one page. owner: only its own ("" for the shared ones)."""
+        where, args = ("WHERE v.owner=? ", (owner,)) if owner is not None else ("", ())
+        return self._select(self._db(), f"{where}ORDER BY v.id DESC LIMIT ? OFFSET ?", (*args, limit, offset))
+
+    def promote(self, name: str, version: int, *, owner: str | None = None, actor: str = "") -> AdapterVersion:
+        """Point the name at one of its versions. Atomic and durable. Raises AdapterNotFound."""
+        with self._write() as db:
+            found, name = self._own(db, name, owner)
+            target = self._fetch(db, found, name, version)
+            if self._current(db, found, name) != version:
+                self._point(db, found, name, version)
+            self._step("db:pointer")
+            self._audit(db, actor, "promote", (found, name, version, target.digest), {})
+        return target
+
+    def rollback(self, name: str, *, owner: str | None = None, actor: str = "") -> AdapterVersion:
+        """Point the name at what it pointed at before.
+
+        Raises ValueError if there is nothing before, AdapterNotFound.
+        """
+        with self._write() as db:
+            found, name = self._own(db, name, owner)
+            history = db.execute(
+                "SELECT id, version FROM pointers WHERE owner=? AND name=? ORDER BY id DESC LIMIT 2", (found, name)
+            ).fetchall()
+            if len(history) < 2:
+                raise ValueError(f"adapter {name!r} has pointed at one version only; promote another version instead")
+            db.execute("DELETE FROM pointers WHERE id=?", (history[0][0],))
+            db.execute("UPDATE names SET current=? WHERE owner=? AND name=?", (history[1][1], found, name))
+            self._step("db:pointer")
+            target = self._fetch(db, found, name, history[1][1])
+            self._audit(db, actor, "rollback", (found, name, target.version, target.digest), {"from": history[0][1]})
+        return target
+
+    def delete(self, name: str, *, owner: str | None = None, actor: str = "") -> Strings:
+        """Forget a name and all its versions; their numbers stay used. Content is removed by the next `gc`.
+
+        Returns the digests it had. Raises AdapterNotFound, ValueError if one of them is pinned.
+        """
+        with self._write() as db:
+            found, name = self._own(db, name, owner)
+            digests = [row.digest for row in self._select(db, "WHERE v.owner=? AND v.name=?", (found, name))]
+            for digest in digests:
+                holders = [row[0] for row in db.execute("SELECT holder FROM pins WHERE digest=?", (digest,))]
+                elsewhere = db.execute(
+                    "SELECT 1 FROM versions WHERE digest=? AND NOT (owner=? AND name=?)", (digest, found, name)
+                ).fetchone()
+                if holders and elsewhere is None:
+                    raise ValueError(f"adapter {name!r} is pinned by {', '.join(holders)}; unpin {digest[:12]} first")
+            db.execute("DELETE FROM versions WHERE owner=? AND name=?", (found, name))
+            self._step("db:deleted")
+            db.execute("DELETE FROM pointers WHERE owner=? AND name=?", (found, name))
+            db.execute("UPDATE names SET current=NULL WHERE owner=? AND name=?", (found, name))
+            self._audit(db, actor, "delete", (found, name, None, ""), {"digests": digests})
+        return digests
+
+    # --- content --------------------------------------------------------------------------------------------------
+
+    def tensors(self, digest: str) -> dict[str, np.ndarray]:
+        """Verified fp32 tensors of a version, read-only, from memory or disk; concurrent readers share one read.
+
+        Raises AdapterNotFound, DamagedObject.
+        """
+        digest, spec = self._content(digest)
+        while True:
+            with self._cache_lock:
+                if digest in self._cache:
+                    self._cache.move_to_end(digest)
+                    self._hits += 1
+                    return dict(self._cache[digest])
+                event = self._loading.get(digest)
+                if event is None:
+                    event = self._loading[digest] = threading.Event()
+                    break
+            event.wait()
+            if self._cache_limit == 0:
+                break
+        try:
+            arrays = self._files.read(digest, spec)
+            self._reads += 1
+            self._keep(digest, arrays)
+            return dict(arrays)
+        except FileNotFoundError as err:
+            raise AdapterNotFound(f"content {digest[:12]} has been collected or lost") from err
+        finally:
+            with self._cache_lock:
+                self._loading.pop(digest, None)
+            event.set()
+
+    def _content(self, digest: str) -> tuple[str, AdapterSpec]:
+        """Full digest and spec of stored content; names play no part here."""
+        rows = []
+        if _DIGEST_PATTERN.fullmatch(digest):
+            rows = (
+                self._db()
+                .execute(
+                    "SELECT digest, spec FROM contents WHERE digest >= ? AND digest < ? LIMIT 2", (digest, digest + "g")
+                )
+                .fetchall()
+            )
+        if len(rows) != 1:
+            raise AdapterNotFound(
+                f"{len(rows) or 'no'} adapter contents have the digest {digest!r}; give all 64 characters"
+            )
+        return rows[0][0], spec_from_dict(json.loads(rows[0][1]))
+
+    def _keep(self, digest: str, arrays: Mapping[str, np.ndarray]) -> None:
+        size = sum(array.nbytes for array in arrays.values())
+        if size > self._cache_limit:
+            return
+        kept = dict(arrays)
+        for array in kept.values():
+            array.flags.writeable = False
+        with self._cache_lock:
+            if digest not in self._cache:
+                self._cache[digest] = kept
+                self._cache_bytes += size
+            while self._cache_bytes > self._cache_limit:
+                _, dropped = self._cache.popitem(last=False)
+                self._cache_bytes -= sum(array.nbytes for array in dropped.values())
+
+    def pin(self, digest: str, holder: str, *, actor: str = "") -> None:
+        """Keep this content while `holder` needs it. Idempotent. Raises AdapterNotFound."""
+        digest, _ = self._content(digest)
+        with self._write() as db:
+            if db.execute("SELECT 1 FROM contents WHERE digest=?", (digest,)).fetchone() is None:
+                raise AdapterNotFound(f"content {digest[:12]} was collected before it could be pinned")
+            made = db.execute("INSERT OR IGNORE INTO pins VALUES(?,?,?)", (digest, holder, time.time())).rowcount
+            self._step("db:pin")
+            if made:
+                self._audit(db, actor, "pin", ("", "", None, digest), {"holder": holder})
+
+    def unpin(self, digest: str, holder: str, *, actor: str = "") -> None:
+        """Give up a pin. Does nothing if there is none."""
+        with self._write() as db:
+            gone = db.execute(
+                "DELETE FROM pins WHERE holder=? AND digest >= ? AND digest < ?", (holder, digest, digest + "g")
+            ).rowcount
+            self._step("db:pin")
+            if gone:
+                self._audit(db, actor, "unpin", ("", "", None, digest), {"holder": holder})
+
+    def pins(self, digest: str) -> Strings:
+        """Who holds this content, sorted."""
+        return [
+            row[0] for row in self._db().execute("SELECT holder FROM pins WHERE digest=? ORDER BY holder", (digest,))
+        ]
+
+    def gc(self, keep_latest: int = 3, *, actor: str = "") -> Strings:
+        """Drop old versions and content nothing needs. Returns the digests whose files were removed.
+
+        Kept: per name the `keep_latest` newest versions, the one it points at and the one `rollback` would go to; and
+        whatever is pinned. Files and temporary files that a crash left behind go too. Raises ValueError if keep_latest
+        < 1.
+        """
+        if keep_latest < 1:
+            raise ValueError(f"gc: keep_latest={keep_latest}; at least 1 version of a name is kept")
+        with self._files.lock(exclusive=True):
+            with self._write() as db:
+                doomed = [
+                    row[0]
+                    for row in db.execute(
+                        "SELECT v.id FROM versions v JOIN names n ON n.owner=v.owner AND n.name=v.name"
+                        " WHERE v.version IS NOT n.current"
+                        " AND v.digest NOT IN (SELECT digest FROM pins)"
+                        " AND (SELECT COUNT(*) FROM versions w WHERE w.owner=v.owner AND w.name=v.name"
+                        "      AND w.version > v.version) >= ?"
+                        " AND v.version NOT IN (SELECT p.version FROM pointers p"
+                        "      WHERE p.owner=v.owner AND p.name=v.name ORDER BY p.id DESC LIMIT 2)",
+                        (keep_latest,),
+                    )
+                ]
+                db.executemany("DELETE FROM versions WHERE id=?", [(row,) for row in doomed])
+                self._step("gc:versions")
+                db.execute(
+                    "DELETE FROM pointers WHERE NOT EXISTS(SELECT 1 FROM versions v WHERE v.owner=pointers.owner"
+                    " AND v.name=pointers.name AND v.version=pointers.version)"
+                )
+                unused = [
+                    row[0]
+                    for row in db.execute(
+                        "SELECT digest FROM contents WHERE digest NOT IN (SELECT digest FROM versions)"
+                        " AND digest NOT IN (SELECT digest FROM pins) ORDER BY digest"
+                    )
+                ]
+                db.executemany("DELETE FROM probes WHERE digest=?", [(digest,) for digest in unused])
+                db.executemany("DELETE FROM contents WHERE digest=?", [(digest,) for digest in unused])
+                self._step("gc:contents")
+                if doomed or unused:
+                    self._audit(db, actor, "gc", ("", "", None, ""), {"versions": len(doomed), "digests": unused})
+            with self._cache_lock:
+                for digest in unused:
+                    dropped = self._cache.pop(digest, None)
+                    self._cache_bytes -= sum(array.nbytes for array in (dropped or {}).values())
+            for digest in unused:
+                self._files.remove(digest)
+            known = {row[0] for row in self._db().execute("SELECT digest FROM contents")}
+            orphans = self._files.sweep(known.__contains__)
+        return sorted({*unused, *orphans})
+
+    # --- probes, audit, counters ----------------------------------------------------------------------------------
+
+    def record_probe(self, digest: str, base_digest: str, result: Mapping[str, Any], *, actor: str = "") -> None:
+        """Keep what a loaded version was measured to do on one base (replaces an earlier result)."""
+        with self._write() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO probes VALUES(?,?,?,?)",
+                (digest, base_digest, time.time(), json.dumps(dict(result), sort_keys=True)),
+            )
+            self._step("db:probe")
+            self._audit(db, actor, "probe", ("", "", None, digest), {"base_digest": base_digest})
+
+    def probe(self, digest: str, base_digest: str) -> dict[str, Any] | None:
+        """The recorded result, None if there is none."""
+        row = (
+            self._db()
+            .execute("SELECT result FROM probes WHERE digest=? AND base_digest=?", (digest, base_digest))
+            .fetchone()
+        )
+        return None if row is None else json.loads(row[0])
+
+    def note(
+        self,
+        action: str,
+        *,
+        actor: str = "",
+        ref: AdapterVersion | None = None,
+        detail: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write an audit row for something done with a version elsewhere (load, unload, refuse)."""
+        with self._write() as db:
+            owner, name, version, digest = (
+                ("", "", None, "") if ref is None else (ref.owner, ref.name, ref.version, ref.digest)
+            )
+            self._audit(db, actor, action, (owner, name, version, digest), dict(detail or {}))
+
+    def audit(self, *, after_id: int = 0, limit: int = 100, owner: str | None = None) -> Rows:
+        """Audit rows with id > after_id, oldest first."""
+        where, args = (" AND owner=?", (owner,)) if owner is not None else ("", ())
+        rows = self._db().execute(
+            f"SELECT * FROM audit WHERE id>?{where} ORDER BY id LIMIT ?", (after_id, *args, limit)
+        )
+        return [AuditRow(*row[:8], detail=json.loads(row[8])) for row in rows]
+
+    def owner_usage(self, owner: str) -> tuple[int, int]:
+        """(names, bytes of distinct content) an owner has."""
+        db = self._db()
+        names = db.execute("SELECT COUNT(*) FROM names WHERE owner=? AND current IS NOT NULL", (owner,)).fetchone()[0]
+        size = db.execute(
+            "SELECT COALESCE(SUM(bytes),0) FROM contents WHERE digest IN (SELECT digest FROM versions WHERE owner=?)",
+            (owner,),
+        ).fetchone()[0]
+        return int(names), int(size)
+
+    def change_count(self) -> int:
+        """Grows with every change by any process: the id of the last audit row."""
+        return int(self._db().execute("SELECT COALESCE(MAX(id),0) FROM audit").fetchone()[0])
+
+    def stats(self) -> StoreStats:
+        db = self._db()
+        names, versions, contents, size = (
+            int(db.execute(query).fetchone()[0])
+            for query in (
+                "SELECT COUNT(*) FROM names WHERE current IS NOT NULL",
+                "SELECT COUNT(*) FROM versions",
+                "SELECT COUNT(*) FROM contents",
+                "SELECT COALESCE(SUM(bytes),0) FROM contents",
+            )
+        )
+        return StoreStats(names, versions, contents, size, self._cache_bytes, self._hits, self._reads)
+
+    # --- helpers --------------------------------------------------------------------------------------------------
+
+    def _select(self, db: sqlite3.Connection, tail: str, args: tuple[Any, ...]) -> Versions:
+        return [_version(row) for row in db.execute(f"SELECT {_COLUMNS}{_FROM}{tail}", args)]
+
+    def _fetch(self, db: sqlite3.Connection, owner: str, name: str, version: int) -> AdapterVersion:
+        rows = self._select(db, "WHERE v.owner=? AND v.name=? AND v.version=?", (owner, name, version))
+        if not rows:
+            raise AdapterNotFound(self._no_version(db, owner, name, version))
+        return rows[0]
+
+    def _no_version(self, db: sqlite3.Connection, owner: str, name: str, version: int | None) -> str:
+        numbers = [
+            str(row[0])
+            for row in db.execute(
+                "SELECT version FROM versions WHERE owner=? AND name=? ORDER BY version DESC LIMIT ?",
+                (owner, name, MAX_NAMES_IN_ERROR),
+            )
+        ]
+        return f"adapter {name!r} has no version {version}; the newest are {', '.join(numbers) or 'none'}"
+
+    def _own(self, db: sqlite3.Connection, name: str, owner: str | None) -> tuple[str, str]:
+        given, bare, number = _parse_ref(name)
+        found = self._owner_of(db, owner if owner is not None else given, bare, None) if bare and not number else None
+        if found is None:
+            raise AdapterNotFound(f"no adapter {name!r}; {self._existing(None)}")
+        return found, bare
+
+    def _current(self, db: sqlite3.Connection, owner: str, name: str) -> int | None:
+        return db.execute("SELECT current FROM names WHERE owner=? AND name=?", (owner, name)).fetchone()[0]
+
+    def _point(self, db: sqlite3.Connection, owner: str, name: str, version: int) -> None:
+        db.execute("UPDATE names SET current=? WHERE owner=? AND name=?", (version, owner, name))
+        db.execute("INSERT INTO pointers(owner,name,version,at_s) VALUES(?,?,?,?)", (owner, name, version, time.time()))
+
+    def _audit(
+        self,
+        db: sqlite3.Connection,
+        actor: str,
+        action: str,
+        subject: tuple[str, str, int | None, str],
+        detail: Mapping[str, Any],
+    ) -> None:
+        """subject: owner, name, version, digest of what changed."""
+        db.execute(
+            "INSERT INTO audit(at_s,actor,action,owner,name,version,digest,detail) VALUES(?,?,?,?,?,?,?,?)",
+            (time.time(), actor, action, *subject, json.dumps(detail, sort_keys=True)),
+        )
+        self._step("db:audit")
+
+    def _existing(self, tenant: str | None) -> str:
+        names = self.names(tenant=tenant, limit=MAX_NAMES_IN_ERROR + 1)
+        if not names:
+            return "there are no adapters yet"
+        more = ", ..." if len(names) > MAX_NAMES_IN_ERROR else ""
+        return f"existing adapters: {', '.join(names[:MAX_NAMES_IN_ERROR])}{more}"
+
+
+def _check_name(name: str, what: str) -> None:
+    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name) or _DIGEST_PATTERN.fullmatch(name):
+        raise ValueError(
+            f"{what} {name!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-', the first a letter or"
+            " digit, and nothing that could be a digest"
+        )
+
+
+def _parse_ref(ref: str) -> tuple[str | None, str, int | None]:
+    """(owner or None, name or "" if it cannot be one, version or None) of `[owner/]name[@version]`."""
+    if not isinstance(ref, str):
+        return None, "", None
+    owner, slash, rest = ref.rpartition("/")
+    name, at, number = rest.partition("@")
+    if not NAME_PATTERN.fullmatch(name) or (slash and owner and not NAME_PATTERN.fullmatch(owner)):
+        return None, "", None
+    if at and not (number.isascii() and number.isdigit() and 1 <= len(number) <= 9 and int(number) > 0):
+        return None, "", None
+    return (owner if slash else None), name, int(number) if at else None
+
+
+def _visible(owner: str | None, tenant: str | None, table: str) -> tuple[str, tuple[Any, ...]]:
+    if owner is not None:
+        return f" AND {table}.owner=?", (owner,)
+    if tenant is not None:
+        return f" AND {table}.owner IN (?, '')", (tenant,)
+    return "", ()
+
+
+def _version(row: tuple[Any, ...]) -> AdapterVersion:
+    owner, name, version, digest, spec, base_model, base_digest, created_s, metadata, revision = row
+    document = json.loads(metadata)
+    if revision:
+        document["base_revision"] = revision
+    return AdapterVersion(
+        name=name,
+        version=version,
+        digest=digest,
+        spec=spec_from_dict(json.loads(spec)),
+        base_digest=base_digest,
+        base_model=base_model,
+        created_s=created_s,
+        metadata=document,
+        owner=owner,
+    )

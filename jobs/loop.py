@@ -1,0 +1,298 @@
+"""The RL loop: sample groups from the current version, reward them, take one optimizer step, publish the adapter.
+
+Synchronous with `max_staleness=0`: a step's rollouts come from the version that step trains. With k > 0, k batches are being
+sampled while one trains, each under the version that was current when it was submitted; a batch is never mixed from two
+versions and is at most k optimizer steps old when it trains.
+
+A version is loaded beside its predecessor and under a name of its own, so rollouts and tenants in flight finish on the
+version they began with. The predecessor's slot is given back when no batch uses it.
+
+Written against awaitable parts (actors/handles.py): Ray actors in production, plain objects in tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from epilora.config.schema import JobConfig, Placement
+from epilora.errors import BaseMismatch, EpiloraError
+from epilora.tasks.base import checked_score
+from epilora.types import AdapterSpec, AdapterVersion, Completion, GenerateRequest, Rollout, RolloutGroup, Sampling
+from jobs.checkpoints import Checkpoints, LoopState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rollouts of one step. policy_step: optimizer steps the sampling version had seen; generate_s: wall time."""
+
+    index: int
+    groups: tuple[RolloutGroup, ...]
+    version: AdapterVersion
+    policy_step: int
+    generate_s: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The version new batches are sampled from."""
+
+    version: AdapterVersion
+    step: int
+
+
+def rollout_seed(run_seed: int, step: int, problem: int, sample: int) -> int:
+    """A 31-bit seed that depends on all four numbers and on nothing else."""
+    text = f"{run_seed}/{step}/{problem}/{sample}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") & 0x7FFFFFFF
+
+
+def config_digest(config: JobConfig) -> str:
+    """Of everything that a resumed run must keep."""
+    kept = {key: asdict(getattr(config, key)) for key in ("lora", "optimizer", "loss", "task", "trainer")}
+    kept["rl"] = {k: v for k, v in asdict(config.rl).items() if k not in ("steps", "min_step_s", "eval_every", "keep_checkpoints")}
+    kept["engine"] = {k: v for k, v in asdict(config.engine).items() if k != "name"}
+    kept["seed"] = config.seed
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class RLLoop:
+    """One run of one policy. `record(step, metrics)` is called after every step."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        engine: Any,
+        trainer: Any,
+        store: Any,
+        task: Any,
+        run_dir: Path,
+        record: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        self.config = config
+        self._engine, self._trainer, self._store, self._task = engine, trainer, store, task
+        self._record = record
+        self._checkpoints = Checkpoints(run_dir / "checkpoints", config.rl.keep_checkpoints)
+        self.name = f"policy-{config.name}"
+        self.session = self.name
+        self.step = 0
+        self.cursor = 0
+        self.policy: Policy | None = None
+        self.versions_published = 0
+        self._pending: deque[tuple[asyncio.Task[Batch], Policy]] = deque()
+        self._retired: list[str] = []
+        self._config_digest = config_digest(config)
+
+    async def start(self) -> None:
+        """Open the trainer's session, or take up the last checkpoint if the configuration says so."""
+        info = await self._engine.info()
+        self._base_digest, self._base_model = info.base_digest, info.model_name
+        await self._drop_left_over_versions()
+        lora = self.config.lora
+        spec = AdapterSpec(lora.rank, lora.alpha, tuple(lora.target_modules))
+        optimizer = {
+            "lr": self.config.optimizer.lr,
+            "betas": (self.config.optimizer.beta1, self.config.optimizer.beta2),
+            "eps": self.config.optimizer.eps,
+            "weight_decay": self.config.optimizer.weight_decay,
+            "grad_clip": self.config.optimizer.grad_clip,
+            "warmup_steps": self.config.optimizer.warmup_steps,
+        }
+        await self._trainer.close_session(self.session)
+        await self._trainer.open_session(self.session, spec, optimizer, self.config.seed)
+        found = self._checkpoints.latest() if self.config.resume else None
+        if found is None:
+            await self._publish()
+            return
+        state, trainer_state = found
+        if state.config_digest != self._config_digest:
+            raise ValueError(
+                f"checkpoint step {state.step} was written under other settings (digest {state.config_digest[:12]}, now "
+                f"{self._config_digest[:12]}); resume with the run's own config.yaml, or start a run under another name"
+            )
+        await self._trainer.load_state(self.session, trainer_state)
+        version = await self._store.resolve(state.policy_digest)
+        if version.base_digest != self._base_digest:
+            raise BaseMismatch(
+                f"{version.ref} was trained on base {version.base_digest[:12]}, the engine holds {self._base_digest[:12]}"
+            )
+        await self._load(version, await self._store.tensors(version.digest))
+        self.step, self.cursor = state.step, state.cursor
+        self.policy = Policy(version, state.step)
+        logger.info("resumed %s at step %d with %s", self.name, self.step, version.ref)
+
+    async def _drop_left_over_versions(self) -> None:
+        """Free slots that a killed run of this name left filled."""
+        for digest in (await self._engine.stats()).loaded:
+            version = await self._store.resolve(digest)
+            if version.name == self.name:
+                await self._engine.unload_adapter(digest)
+
+    async def run(self) -> None:
+        """Train until `rl.steps`. Cancelling leaves the last checkpoint, from which `resume=true` goes on."""
+        rl = self.config.rl
+        next_batch, next_cursor = self.step, self.cursor
+        try:
+            while self.step < rl.steps:
+                start = time.monotonic()
+                while len(self._pending) <= rl.max_staleness and next_batch < rl.steps:
+                    assert self.policy is not None
+                    task = asyncio.create_task(self._sample(next_batch, next_cursor, self.policy))
+                    self._pending.append((task, self.policy))
+                    next_batch += 1
+                    next_cursor += rl.prompts_per_step
+                batch = await self._pending[0][0]
+                self._pending.popleft()
+                metrics = await self._train(batch)
+                if rl.min_step_s:
+                    await asyncio.sleep(max(0.0, rl.min_step_s - (time.monotonic() - start)))
+                metrics["time/step_s"] = time.monotonic() - start
+                self._record(self.step, metrics)
+        finally:
+            for task, _ in self._pending:
+                task.cancel()
+            await asyncio.gather(*(task for task, _ in self._pending), return_exceptions=True)
+            self._pending.clear()
+
+    async def _sample(self, index: int, cursor: int, policy: Policy) -> Batch:
+        rl = self.config.rl
+        problems = [self._task.problem("train", cursor + i) for i in range(rl.prompts_per_step)]
+        if self.config.deterministic:
+            await self._engine.reset_prefix_cache()
+        requests = [
+            GenerateRequest(
+                request_id=f"rollout-{self.config.name}-{index}-{i}-{j}",
+                prompt=problem.prompt,
+                sampling=Sampling(
+                    max_tokens=rl.max_tokens,
+                    temperature=rl.temperature,
+                    stop=tuple(rl.stop),
+                    seed=rollout_seed(self.config.seed, index, i, j),
+                    logprobs=0,
+                ),
+                adapter=policy.version.digest,
+                kind="rollout",
+            )
+            for i, problem in enumerate(problems)
+            for j in range(rl.group_size)
+        ]
+        start = time.monotonic()
+        try:
+            completions = await self._engine.generate(requests)
+        except asyncio.CancelledError:
+            await self._engine.abort([r.request_id for r in requests])
+            raise
+        took = time.monotonic() - start
+        groups = tuple(
+            self._group(problem, completions[i * rl.group_size : (i + 1) * rl.group_size], policy)
+            for i, problem in enumerate(problems)
+        )
+        return Batch(index, groups, policy.version, policy.step, took)
+
+    def _group(self, problem: Any, completions: list[Completion], policy: Policy) -> RolloutGroup:
+        rollouts = []
+        for completion in completions:
+            if completion.adapter != policy.version.digest:
+                raise EpiloraError(
+                    f"rollout {completion.request_id} was answered under {completion.adapter}, asked for {policy.version.ref}"
+                )
+            rollouts.append(
+                Rollout(
+                    problem_id=problem.problem_id,
+                    prompt_token_ids=completion.prompt_token_ids,
+                    token_ids=completion.token_ids,
+                    rollout_logprobs=completion.logprobs,
+                    reward=checked_score(self._task.score, completion.text, problem),
+                    versions=(policy.version.digest,),
+                    policy_step=policy.step,
+                    finish_reason=completion.finish_reason,
+                    text=completion.text,
+                )
+            )
+        return RolloutGroup(problem.problem_id, tuple(rollouts))
+
+    async def _train(self, batch: Batch) -> dict[str, float]:
+        staleness = self.step - batch.policy_step
+        assert staleness <= self.config.rl.max_staleness, f"batch {batch.index} is {staleness} steps old"
+        released = self.config.trainer.placement is Placement.shared_kv_released
+        start = time.monotonic()
+        if released:
+            await self._engine.release_kv(0.0)
+        loss = asdict(self.config.loss)
+        loss["correction"] = self.config.loss.correction.value
+        trained = await self._trainer.train_rl(self.session, batch.groups, loss)
+        if released:
+            await self._engine.restore_kv()
+        train_s = time.monotonic() - start
+        self.step += 1
+        self.cursor += self.config.rl.prompts_per_step
+        start = time.monotonic()
+        await self._publish()
+        publish_s = time.monotonic() - start
+        rollouts = [r for group in batch.groups for r in group.rollouts]
+        tokens = sum(len(r.token_ids) for r in rollouts)
+        return {
+            "rollout/reward_mean": sum(r.reward for r in rollouts) / len(rollouts),
+            "rollout/accuracy": sum(r.reward >= 1.0 for r in rollouts) / len(rollouts),
+            "rollout/well_formed": sum(self._task.well_formed(r.text) for r in rollouts) / len(rollouts),
+            "rollout/tokens": tokens,
+            "rollout/tok_s": tokens / batch.generate_s,
+            "rollout/staleness_steps": staleness,
+            **{key if "/" in key else f"train/{key}": value for key, value in trained.items()},
+            "time/generate_s": batch.generate_s,
+            "time/train_s": train_s,
+            "time/publish_s": publish_s,
+        }
+
+    async def _publish(self) -> None:
+        """Publish the session's adapter as a new version, load it, make it the policy, free what nothing uses any more."""
+        spec, tensors = await self._trainer.adapter(self.session)
+        version = await self._store.publish(
+            self.name,
+            spec,
+            tensors,
+            base_model=self._base_model,
+            base_digest=self._base_digest,
+            metadata={"step": self.step, "run": self.config.name},
+            owner=f"job:{self.config.name}",
+        )
+        await self._load(version, tensors)
+        self.versions_published += 1
+        old, self.policy = self.policy, Policy(version, self.step)
+        if old is not None and old.version.digest != version.digest:
+            self._retired.append(old.version.digest)
+        if self.step % self.config.rl.checkpoint_every == 0 or self.step == self.config.rl.steps:
+            state = LoopState(self.step, self.cursor, version.digest, self._config_digest)
+            self._checkpoints.save(state, await self._trainer.state(self.session))
+        used = {version.digest} | {policy.version.digest for _, policy in self._pending}
+        for digest in [d for d in self._retired if d not in used]:
+            await self._engine.unload_adapter(digest)
+            self._retired.remove(digest)
+
+    async def _load(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> None:
+        receipt = await self._engine.load_adapter(version, tensors)
+        if receipt.readback_digest != receipt.expected_digest:
+            raise EpiloraError(
+                f"{version.ref}: slot {receipt.slot} holds {receipt.readback_digest[:12]}, the version folds to "
+                f"{receipt.expected_digest[:12]}; the engine did not load what was published"
+            )
+
+    async def close(self, *, keep_policy: bool = True) -> None:
+        """Free slots of retired versions and the trainer's session; the policy stays loaded if `keep_policy`."""
+        for digest in self._retired:
+            await self._engine.unload_adapter(digest)
+        self._retired.clear()
+        if not keep_policy and self.policy is not None:
+            await self._engine.unload_adapter(self.policy.version.digest)
+        await self._trainer.close_session(self.session)

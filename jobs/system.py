@@ -1,0 +1,172 @@
+"""The running system as a job sees it: Ray, the pool, one base (engine + trainer), the store and the router.
+
+Starts what is missing, joins what runs. A job that started Ray itself also stops it; one that joined a cluster
+(`RAY_ADDRESS`, `ray job submit`) leaves the base, the store and the router to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from actors.engine_pool import NAMESPACE, BaseRequest, get_or_create_pool
+from actors.handles import RemotePart
+from epilora import planner
+from epilora.config.schema import JobConfig
+from epilora.models import resolve_model_path
+from epilora.types import EngineInfo
+
+ENGINE_FACTORY = "epilora.plugin.engine:VllmEngine"
+TRAINER_FACTORY = "epilora.trainer.trainer:LoraTrainer"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TenantKey:
+    """A tenant's API key, known only to the job that made it; the router stores a hash."""
+
+    tenant: str
+    api_key: str
+
+
+def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
+    """What to ask the pool for, and the plan it follows. Raises MemoryInfeasible before anything starts."""
+    engine, trainer = config.engine, config.trainer
+    model_path = resolve_model_path(engine.model_path)
+    plan = planner.plan(config, planner.read_model(model_path), available_bytes=planner.available_memory_bytes())
+    request = BaseRequest(
+        name=engine.name,
+        trainer_name=trainer.name,
+        engine_factory=ENGINE_FACTORY,
+        engine_kwargs={
+            "name": engine.name,
+            "model_path": str(model_path),
+            "model_name": engine.served_name,
+            "dtype": engine.dtype,
+            "quantization": engine.quantization,
+            "activations": engine.activations.value,
+            "max_model_len": engine.max_model_len,
+            "max_num_seqs": engine.max_num_seqs,
+            "max_num_batched_tokens": engine.max_num_batched_tokens,
+            "max_loras": engine.max_loras,
+            "max_lora_rank": engine.max_lora_rank,
+            "kv_cache_bytes": engine.kv_cache_mib * planner.MIB,
+            "seed": engine.seed,
+        },
+        trainer_factory=TRAINER_FACTORY,
+        trainer_kwargs={
+            "dtype": trainer.dtype,
+            "micro_batch_tokens": trainer.micro_batch_tokens,
+            "logprob_chunk": trainer.logprob_chunk,
+            "checkpoint_activations": trainer.checkpoint_activations,
+        },
+        bundle=plan.bundle,
+        engine_options=plan.engine_options,
+        trainer_options=plan.trainer_options,
+        environment=plan.environment,
+        bundle_labels=plan.labels,
+    )
+    return request, plan
+
+
+class System:
+    """Use as `async with System(config) as system`."""
+
+    def __init__(self, config: JobConfig, *, router: bool) -> None:
+        self.config = config
+        self._with_router = router
+        self.owns_ray = False
+        self.keys: dict[str, TenantKey] = {}
+        self.engine: Any = None
+        self.trainer: Any = None
+        self.store: Any = None
+        self.info: EngineInfo
+        self.plan: planner.Plan
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.config.router.host}:{self.config.router.port}"
+
+    async def __aenter__(self) -> System:
+        request, self.plan = base_request(self.config)
+        self._connect()
+        try:
+            await self._start(request)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    def _connect(self) -> None:
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+            return
+        self.owns_ray = True
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=max(2, os.cpu_count() or 2),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            object_store_memory=128 * planner.MIB,
+            _system_config={"prestart_worker_first_driver": False},
+        )
+
+    async def _start(self, request: BaseRequest) -> None:
+        timeout = self.config.ready_timeout_s
+        self._pool = RemotePart(get_or_create_pool(str(Path(self.config.store.root).resolve())))
+        await asyncio.wait_for(self._pool.ready(), timeout)
+        starting = asyncio.create_task(self._pool.ensure(request, self.config.name, timeout))
+        if self._with_router:
+            await asyncio.to_thread(self._start_router)
+        self.info = await starting
+        self.engine = RemotePart(ray.get_actor(request.name, namespace=NAMESPACE))
+        self.trainer = RemotePart(ray.get_actor(request.trainer_name, namespace=NAMESPACE))
+        self.store = RemotePart(ray.get_actor("store", namespace=NAMESPACE))
+
+    def _start_router(self) -> None:
+        from actors.router import build_app
+        from epilora.serving.tenants import hash_key
+
+        self.keys = {
+            tenant.name: TenantKey(tenant.name, f"epi-{tenant.name}-{secrets.token_urlsafe(18)}")
+            for tenant in self.config.tenants
+        }
+        serve.start(http_options={"host": self.config.router.host, "port": self.config.router.port})
+        app = build_app(
+            {
+                "engines": [self.config.engine.name],
+                "store": "store",
+                "base_model": self.config.engine.served_name,
+                "tenants": [
+                    {"name": key.tenant, "key_hashes": [hash_key(key.api_key)]} for key in self.keys.values()
+                ],
+                "replicas": self.config.router.replicas,
+            }
+        )
+        serve.run(app, name="router", route_prefix="/", blocking=False)
+
+    async def __aexit__(self, *exc: object) -> None:
+        if not ray.is_initialized():
+            return
+        if not self.owns_ray:
+            if hasattr(self, "_pool"):
+                await self._pool.release(self.config.name)
+            ray.shutdown()
+            return
+        if self._with_router:
+            await asyncio.to_thread(serve.shutdown)
+        if hasattr(self, "_pool"):
+            await asyncio.wait_for(self._pool.shutdown(), 30)
+        ray.shutdown()

@@ -43,6 +43,19 @@ def any_active(active_ptr, num_entries, BLOCK: tl.constexpr):
     return tl.max((ids >= 0).to(tl.int32), axis=0)
 
 
+@triton.jit
+def to_e4m3(q, ROUND_FIRST: tl.constexpr):
+    """fp32 in +-448 to e4m3, ties to even. ROUND_FIRST: round by arithmetic before an exact cast (the interpreter's own cast
+    rounds ties away from zero; the hardware's does not need this)."""
+    if ROUND_FIRST:
+        bits = q.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        small = (tl.abs(q) + 24576.0) - 24576.0  # 1.5 * 2**14: the fp32 grid there is 2**-9, e4m3's subnormal step
+        small = (small.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)  # -0 keeps its sign
+        q = tl.where(tl.abs(q) < 0.015625, small, normal)
+    return q.to(tl.float8e4nv)
+
+
 def check(condition: bool, function: str, message: str) -> None:
     """Raise ValueError `function: message` unless `condition`."""
     if not condition:

@@ -1,0 +1,188 @@
+"""Compile CUDA C++ at run time and launch it with launch attributes, through ctypes: no build step, no extra dependency.
+
+Source is compiled by NVRTC (it comes with CUDA builds of torch) or, where that library is absent, by `nvcc` on the PATH.
+Kernels are launched by `cuLaunchKernelEx` on torch's current stream and context, which CUDA graph capture records.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import torch
+
+_HERE = pathlib.Path(__file__).parent
+_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CudaError(RuntimeError):
+    """A CUDA driver or compiler call failed; the message has the call and the reason."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [(f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"] + [
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+def _library_candidates() -> list[str]:
+    found: list[str] = []
+    site = pathlib.Path(torch.__file__).parent.parent
+    for pattern in ("nvidia/*/lib/libnvrtc.so.*", "nvidia/*/lib64/libnvrtc.so.*"):
+        found += sorted(glob.glob(str(site / pattern)), reverse=True)
+    for root in ("/usr/local/cuda", *sorted(glob.glob("/usr/local/cuda-*"), reverse=True)):
+        found += sorted(glob.glob(f"{root}/lib64/libnvrtc.so.*"), reverse=True)
+    return [path for path in found if "builtins" not in path and "alt" not in os.path.basename(path)] + ["libnvrtc.so.13", "libnvrtc.so.12"]
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL | None:
+    for path in _library_candidates():
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    return None
+
+
+def compiler_name() -> str | None:
+    """`nvrtc`, `nvcc` or None: what `compile_cubin` would use here."""
+    if _nvrtc() is not None:
+        return "nvrtc"
+    return "nvcc" if shutil.which("nvcc") else None
+
+
+def compile_cubin(file_name: str, macros: Mapping[str, int], arch: str) -> tuple[bytes, str]:
+    """Compile a source file of this folder.
+
+    file_name: e.g. `decode.cu`. macros: preprocessor definitions. arch: e.g. `sm_90`.
+    Returns (cubin, log); the log has ptxas' registers and spills. Raises CudaError when no compiler is found or it fails.
+    """
+    source = (_HERE / file_name).read_text()
+    defines = [f"-D{name}={value}" for name, value in sorted(macros.items())]
+    lib = _nvrtc()
+    if lib is not None:
+        return _compile_nvrtc(lib, source, file_name, defines, arch)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise CudaError("no CUDA compiler: neither libnvrtc (part of CUDA builds of torch) nor nvcc was found; use implementation='triton'")
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "out.cubin"
+        target = f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"
+        command = [nvcc, "-cubin", target, "-std=c++17", "-Xptxas", "-v", *defines, "-o", str(out), str(_HERE / file_name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CudaError(f"nvcc failed on {file_name} {defines} {arch}: {done.stdout}{done.stderr}")
+        return out.read_bytes(), done.stdout + done.stderr
+
+
+def _compile_nvrtc(lib: ctypes.CDLL, source: str, file_name: str, defines: Sequence[str], arch: str) -> tuple[bytes, str]:
+    program = ctypes.c_void_p()
+
+    def call(function: str, *args: object) -> None:
+        code = getattr(lib, function)(*args)
+        if code:
+            raise CudaError(f"{function} failed with {code} on {file_name} {list(defines)} {arch}: {log()}")
+
+    def log() -> str:
+        if not program:
+            return ""
+        size = ctypes.c_size_t()
+        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value + 1)
+        lib.nvrtcGetProgramLog(program, text)
+        return text.value.decode(errors="replace")
+
+    call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), file_name.encode(), 0, None, None)
+    try:
+        options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", *defines]
+        array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
+        call("nvrtcCompileProgram", program, len(options), array)
+        size = ctypes.c_size_t()
+        call("nvrtcGetCUBINSize", program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        call("nvrtcGetCUBIN", program, cubin)
+        return cubin.raw, log()
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def resources(log: str) -> dict[str, int]:
+    """Registers a thread and spilled bytes read out of a compiler log. Raises ValueError if the log has none."""
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        raise ValueError(f"no register count in the compiler's log: {log!r}")
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    return {"registers": int(registers.group(1)), "spill_bytes": sum(spills)}
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise CudaError(f"{call} failed with {code}: {(text.value or b'').decode()}")
+
+
+def _make_context_current(index: int) -> None:
+    """Make the device's primary context (torch's) the calling thread's: a thread that has run nothing has none."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(_driver().cuInit(0), "cuInit")
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), index), "cuDeviceGet")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
+    _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+class Kernel:
+    """One loaded kernel.
+
+    function: its extern "C" name. num_threads: threads a block. Parameters are given as ctypes objects in order.
+    """
+
+    def __init__(self, file_name: str, function: str, macros: Mapping[str, int], num_threads: int, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        cubin, self.log = compile_cubin(file_name, macros, f"sm_{major}{minor}")
+        self.num_threads = num_threads
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _make_context_current(device.index or 0)
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "cuModuleLoadData")
+        _check(
+            _driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, function.encode()),
+            f"cuModuleGetFunction({function})",
+        )
+        self._shared_limit = 48 * 1024
+        self._attribute = _Attribute(_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1, b"")
+
+    def launch(self, grid: int, parameters: Sequence[ctypes._SimpleCData | ctypes.Structure], *, shared_bytes: int = 0, dependent: bool = False) -> None:
+        """Launch `grid` blocks on torch's current stream. dependent: programmatic stream serialisation (may start early).
+
+        Raises CudaError with the driver's reason.
+        """
+        if shared_bytes > self._shared_limit:
+            _check(_driver().cuFuncSetAttribute(self._function, _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED, shared_bytes), f"shared memory of {shared_bytes} bytes")
+            self._shared_limit = shared_bytes
+        config = _LaunchConfig(grid, 1, 1, self.num_threads, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream)
+        if dependent:
+            config.attributes, config.num_attributes = ctypes.pointer(self._attribute), 1
+        pointers = (ctypes.c_void_p * len(parameters))(*[ctypes.addressof(p) for p in parameters])
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), "cuLaunchKernelEx")

@@ -1,0 +1,367 @@
+"""The decode path: one projection with adapters for 1 to 32 tokens, in two launches.
+
+    xq, x_scale = quantise(x);  h = x A^T          prologue (extra blocks of the shrink quantise)
+    y = (xq W^T) w_scale x_scale + bias + h B^T    GEMM, a programmatic dependent of the prologue
+
+On sm_90 and newer both kernels are CUDA C++ (`cuda/decode.cu`): the GEMM fills a ring of shared memory with weights while
+the prologue still runs, waits once for the prologue, does the up-projection while the ring fills, then multiplies. With
+`overlap_previous` the prologue is itself a dependent of whatever ran before, waiting before it reads x, so that the weights
+of this projection start to stream in the tail of the previous kernel. There are no flags: every wait is
+`griddepcontrol.wait`, so nothing can be stale or deadlock after an aborted run. Elsewhere (sm_89, odd shapes) the same two steps
+run as Triton kernels. Which one ran shows in `dispatch.calls()`.
+
+Legend: M tokens, N out features, K in features, R rank, S slices, L adapter slots.
+Source: section 3.1 of the EpiLoRA paper.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import UnsupportedKernel
+from ..quant.formats import ScaleAxis
+from ..quant.operand import Operand
+from . import fused_lora_gemm as k2
+from . import lora_shrink as k1
+from .cuda import driver
+from .dispatch import Implementation, choose, interpreter_is_on
+from .quantize import ACTIVATION_DTYPES, quantize_ref
+from .tiles import check, check_tensor, pad4
+
+MAX_TOKENS = 32
+_STATIC_SHARED = 1024  # barriers and alignment beside the dynamic ring
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Launch of the CUDA decode path.
+
+    row_tiles: weight tiles of 16 rows a block. k_warps: warps along K a tile. stage_k: bytes of K a ring stage.
+    shared_kib: shared memory of a GEMM block; the ring takes what the epilogue leaves. blocks_per_sm: of the GEMM, at most.
+    shrink_warps, shrink_splits: warps a shrink block and parts of K. shrink_groups: blocks that share the distinct adapters.
+    """
+
+    row_tiles: int = 2
+    k_warps: int = 4
+    stage_k: int = 512
+    shared_kib: int = 200
+    blocks_per_sm: int = 1
+    shrink_warps: int = 4
+    shrink_splits: int = 4
+    shrink_groups: int = 4
+
+
+def is_legal(config: DecodeConfig, M: int, K: int, slices: Sequence[int], rank: int, shared_limit: int = 227 * 1024) -> bool:
+    """Whether the CUDA kernels can run a shape: 16-byte rows, slices of whole 16-row tiles, at least two ring stages."""
+    rows_fit = K % 16 == 0 and all(n % 16 == 0 for n in slices) and rank % 8 == 0 and rank <= k1.MAX_RANK
+    warps = config.row_tiles * config.k_warps + 1
+    steps = config.stage_k % (64 * config.k_warps) == 0
+    threads = warps <= 24 and 1 <= config.shrink_warps <= 16
+    return rows_fit and steps and threads and 1 <= M <= MAX_TOKENS and num_stages(config, M, len(slices), rank, shared_limit) >= 2
+
+
+def num_stages(config: DecodeConfig, M: int, num_slices: int, rank: int, shared_limit: int) -> int:
+    """Ring stages that fit beside the epilogue's buffers, at most 32."""
+    budget = min(config.shared_kib * 1024, shared_limit) - _STATIC_SHARED
+    return min(32, (budget - _epilogue_bytes(config, M, num_slices, rank)) // _stage_bytes(config, M))
+
+
+def _stage_bytes(config: DecodeConfig, M: int) -> int:
+    return (config.row_tiles * 16 + M) * (config.stage_k + 64)
+
+
+def _token_tiles(M: int) -> int:
+    return 1 if M <= 8 else 2 if M <= 16 else 4
+
+
+def _epilogue_bytes(config: DecodeConfig, M: int, num_slices: int, rank: int) -> int:
+    tokens, rows = _token_tiles(M) * 8, config.row_tiles * 16
+    lora = rows * tokens * 4 + num_slices * tokens * (-(-rank // 32) * 32 + 8) * 2 if rank else 0
+    return config.k_warps * rows * tokens * 4 + lora
+
+
+def config_for(M: int, N: int, K: int, R: int, L: int) -> DecodeConfig:
+    """Stated default: 128 blocks of equal height where N allows it (32 or 48 rows a tile)."""
+    tiles = -(-N // 16)
+    row_tiles = 3 if tiles % 384 == 0 else 2
+    return DecodeConfig(
+        row_tiles=row_tiles,
+        shrink_warps=8 if K >= 8192 else 4,
+        shrink_splits=6 if K >= 8192 else 4,
+        shrink_groups=max(1, min(M, L)),
+    )
+
+
+class DecodeWorkspace:
+    """Scratch of the decode path, shared by all projections of one stream: codes, token scales and partial h.
+
+    One projection's prologue writes it only after the previous projection's GEMM is complete.
+    max_k: largest K; max_h: largest splits * S * M * R (fp32 values).
+    """
+
+    def __init__(self, device: torch.device | str, *, max_k: int, max_h: int, max_tokens: int = MAX_TOKENS) -> None:
+        check(1 <= max_tokens <= MAX_TOKENS, "DecodeWorkspace", f"max_tokens={max_tokens}; allowed: 1 to {MAX_TOKENS}")
+        self.codes = torch.zeros(max_tokens * max_k, dtype=torch.uint8, device=device)
+        self.scale = torch.zeros(max_tokens, dtype=torch.float32, device=device)
+        self.h = torch.zeros(max(1, max_h), dtype=torch.float32, device=device)
+
+    @staticmethod
+    def h_values(slices: int, rank: int, *, tokens: int = MAX_TOKENS, splits: int = 16) -> int:
+        """fp32 values that h of one projection can need."""
+        return splits * slices * tokens * rank
+
+
+class _Adapters(ctypes.Structure):
+    """Mirror of `struct Adapters` in decode.cu."""
+
+    _fields_ = [
+        ("a", ctypes.c_void_p * 4),
+        ("b", ctypes.c_void_p * 4),
+        ("stride_al", ctypes.c_longlong),
+        ("stride_ar", ctypes.c_longlong),
+        ("stride_bl", ctypes.c_longlong * 4),
+        ("stride_bn", ctypes.c_longlong),
+        ("slot_of_token", ctypes.c_void_p),
+        ("active", ctypes.c_void_p),
+        ("num_active", ctypes.c_int),
+        ("num_slots", ctypes.c_int),
+        ("num_slices", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("slice_end", ctypes.c_int * 4),
+    ]
+
+
+def prologue_macros(fp16: bool, warps: int, M: int) -> dict[str, int]:
+    """Macros of the prologue for M tokens."""
+    return {"DT_FP16": int(fp16), "WARPS": warps, "M_TILES": 1 if M <= 16 else 2}
+
+
+def gemm_macros(fp16: bool, config: DecodeConfig, M: int, rank: int) -> dict[str, int]:
+    """Macros of the GEMM for M tokens; rank 0 means no adapters."""
+    return {
+        "DT_FP16": int(fp16),
+        "NT": _token_tiles(M),
+        "TN": config.row_tiles,
+        "WK": config.k_warps,
+        "KC": config.stage_k,
+        "RB": -(-rank // 32),
+    }
+
+
+@functools.lru_cache(maxsize=512)
+def _kernel(function: str, macros: tuple[tuple[str, int], ...], num_threads: int, device_index: int) -> driver.Kernel:
+    return driver.Kernel("decode.cu", function, dict(macros), num_threads, torch.device("cuda", device_index))
+
+
+@functools.lru_cache(maxsize=16)
+def _device_facts(device_index: int) -> tuple[int, int, int]:
+    """(compute capability as 90, multiprocessors, bytes of shared memory a block may have)."""
+    p = torch.cuda.get_device_properties(device_index)
+    return p.major * 10 + p.minor, p.multi_processor_count, getattr(p, "shared_memory_per_block_optin", 99 * 1024)
+
+
+def supports_cuda(device: torch.device) -> str:
+    """Empty when the CUDA decode kernels can run on `device`, else the reason why not."""
+    if device.type != "cuda":
+        return f"tensors are on {device}"
+    capability = _device_facts(device.index or 0)[0]
+    if capability < 90:
+        return f"compute capability {capability / 10} has no bulk copies or programmatic launch (9.0 needed)"
+    if interpreter_is_on():
+        return "the interpreter is on"
+    return "" if driver.compiler_name() else "neither libnvrtc nor nvcc was found"
+
+
+def lora_decode_ref(
+    x: torch.Tensor,
+    weight: Operand,
+    lora_a: Sequence[Operand] = (),
+    lora_b: Sequence[Operand] = (),
+    token_lora_indices: torch.Tensor | None = None,
+    *,
+    active_lora_ids: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [M, N] in fp32: quantise, GEMM, shrink and expand one after another, h not rounded."""
+    codes, scale = quantize_ref(x)
+    h = None
+    if len(lora_a):
+        assert token_lora_indices is not None, "adapters need token_lora_indices"
+        h = k1.lora_shrink_ref(x, lora_a, token_lora_indices[: x.shape[0]], active_lora_ids)[None]
+    return k2.fused_lora_gemm_ref(codes, scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias)
+
+
+def lora_decode(
+    x: torch.Tensor,
+    weight: Operand,
+    lora_a: Sequence[Operand] = (),
+    lora_b: Sequence[Operand] = (),
+    token_lora_indices: torch.Tensor | None = None,
+    *,
+    workspace: DecodeWorkspace,
+    active_lora_ids: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: DecodeConfig | None = None,
+    overlap_previous: bool = True,
+    use_pdl: bool = True,
+    implementation: Implementation | str | None = None,
+) -> torch.Tensor:
+    """One projection of a decode batch, with or without adapters.
+
+    x: [M, K] bf16 or fp16, 1 <= M <= 32 (0 returns at once). weight: FP8 operand [N, K] contiguous, scale per tensor or channel.
+    lora_a, lora_b: one operand per slice, [L, R, K] and [L, N_s, R] in x's dtype (FP8 with row scales: Triton only); empty: no adapters.
+    token_lora_indices: [>= M] int32; entries outside 0 .. L-1 (stale, padded) mean none. active_lora_ids: see `lora_shrink`.
+    bias: [N] in x's dtype. out: [M, N] in x's dtype. workspace: shared scratch, see `DecodeWorkspace`.
+    overlap_previous: the prologue may start before the previous kernel of the stream has ended; it waits before it reads x, slot
+    ids or adapters, and only weights, which no kernel of a forward pass writes, are read earlier.
+    use_pdl: False launches both kernels as ordinary ones (for comparison).
+    implementation: "cuda", "triton", "interpreter" or "reference"; default: cuda where the device and shape allow it.
+    Returns out. Allocates only when `out` is None; never synchronises. Raises TypeError, ValueError or UnsupportedKernel.
+    """
+    name = "lora_decode"
+    if str(getattr(implementation, "value", implementation)) != "reference":
+        check_tensor(name, "x", x, dim=2, dtypes=ACTIVATION_DTYPES)
+    M, K = x.shape
+    check(M <= MAX_TOKENS, name, f"x has {M} tokens; allowed: 0 to {MAX_TOKENS} (use the hybrid path above)")
+    N = weight.values.shape[0]
+    y = torch.empty((M, N), dtype=x.dtype, device=x.device) if out is None else out
+    check(y.shape == (M, N) and y.dtype == x.dtype, name, f"out is {y.dtype} {tuple(y.shape)}; needed: {x.dtype} {(M, N)}")
+    has_lora = len(lora_a) > 0
+    check(len(lora_a) == len(lora_b), name, f"{len(lora_a)} slices of lora_a, {len(lora_b)} of lora_b; they come in pairs")
+    check(not has_lora or token_lora_indices is not None, name, "lora_a is given without token_lora_indices")
+    if M == 0:
+        return y
+    rank = lora_a[0].values.shape[1] if has_lora else 0
+    num_slots = lora_a[0].values.shape[0] if has_lora else 0
+    slices = [o.values.shape[1] for o in lora_b] if has_lora else [N]
+    asked = None if implementation is None else str(getattr(implementation, "value", implementation))
+    if asked in (None, "cuda"):
+        config = config or config_for(M, N, K, rank, num_slots)
+        why = supports_cuda(x.device) or _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank)
+        if not why:
+            choose(name, x.device, "cuda")
+            _check_all(name, x, weight, lora_a, lora_b, token_lora_indices, active_lora_ids, bias, y)
+            _launch_cuda(x, weight, lora_a, lora_b, token_lora_indices, workspace, active_lora_ids, bias, y, config, slices, overlap_previous, use_pdl)
+            return y
+        if asked == "cuda":
+            raise UnsupportedKernel(f"{name}: implementation=cuda asked, but {why}; use implementation='triton'")
+    picked = choose(name, x.device, asked)
+    if picked is Implementation.REFERENCE:
+        return y.copy_(lora_decode_ref(x, weight, lora_a, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias))
+    codes = workspace.codes[: M * K].view(M, K).view(torch.float8_e4m3fn)
+    scale = workspace.scale[:M]
+    pdl = use_pdl and picked is Implementation.TRITON and x.is_cuda and _device_facts(x.device.index or 0)[0] >= 90
+    h = None
+    if has_lora:
+        shrink = k1.config_for(M, K, rank, num_slots)
+        shape = (shrink.splits, len(lora_a), M, rank)
+        needed = shape[0] * shape[1] * shape[2] * shape[3]
+        check(needed <= workspace.h.numel(), name, f"workspace.h has {workspace.h.numel()} values, {needed} needed; raise max_h")
+        h = workspace.h[:needed].view(shape)
+        k1.lora_shrink(
+            x, lora_a, token_lora_indices, active_lora_ids=active_lora_ids, out=h, quantize_to=(codes, scale), config=shrink,
+            use_pdl=pdl and overlap_previous, implementation=picked,
+        )  # fmt: skip
+    else:
+        from .quantize import quantize
+
+        quantize(x, codes_out=codes, scale_out=scale.view(M, 1), implementation=picked)
+    return k2.fused_lora_gemm(
+        codes, scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias, out=y,
+        use_pdl=pdl and has_lora, implementation=picked,
+    )  # fmt: skip
+
+
+def _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank) -> str:
+    """Why the CUDA kernels cannot run these operands; empty when they can."""
+    M, K = x.shape
+    limit = _device_facts(x.device.index or 0)[2]
+    if not is_legal(config, M, K, slices, rank, limit):
+        return f"M={M}, K={K}, slices={slices}, rank={rank} with {config} is not legal (K and slices in 16s, rank in 8s)"
+    if any(o.scales is not None for o in (*lora_a, *lora_b)):
+        return "adapters are stored in FP8"
+    aligned = [x, y, weight.values, *(o.values for o in (*lora_a, *lora_b))]
+    if any(t.data_ptr() % 16 for t in aligned) or x.stride(0) % 8 or y.stride(0) % 2:
+        return "a tensor does not start at a 16-byte boundary, or x's rows are not 16 bytes apart"
+    if any(s % 8 for o in (*lora_a, *lora_b) for s in o.values.stride()[:2]):
+        return "adapter rows are not 16 bytes apart"
+    return ""
+
+
+def _check_all(name, x, weight, lora_a, lora_b, indices, active, bias, y) -> None:
+    M, K = x.shape
+    N = weight.values.shape[0]
+    k2.check_weight(name, weight, K, x.device)
+    check_tensor(name, "weight.scales", weight.scales, dtypes=(torch.float32,), device=x.device)
+    check_tensor(name, "out", y, dim=2, device=x.device)
+    if bias is not None:
+        check_tensor(name, "bias", bias, dim=1, dtypes=(x.dtype,), device=x.device)
+        check(bias.numel() == N, name, f"bias has {bias.numel()} values; needed: {N}")
+    if not lora_a:
+        return
+    num_slots, rank = k1.check_adapters(name, "lora_a", lora_a, x, K)
+    k2.check_up_projection(name, lora_b, rank, N, x)
+    for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
+        check(a.values.shape[1] == rank and b.values.shape[0] == num_slots, name, f"slice {i}: A {tuple(a.values.shape)}, B {tuple(b.values.shape)} do not fit {num_slots} slots of rank {rank}")
+        check(a.values.stride() == lora_a[0].values.stride(), name, f"lora_a[{i}] has strides {a.values.stride()}; all slices share strides")
+    check_tensor(name, "token_lora_indices", indices, dim=1, dtypes=(torch.int32,), device=x.device)
+    check(indices.numel() >= M, name, f"token_lora_indices has {indices.numel()} entries for {M} tokens")
+    if active is not None:
+        check_tensor(name, "active_lora_ids", active, dim=1, dtypes=(torch.int32,), device=x.device)
+
+
+def _launch_cuda(x, weight, lora_a, lora_b, indices, workspace, active, bias, y, config, slices, overlap_previous, use_pdl) -> None:
+    M, K = x.shape
+    N = weight.values.shape[0]
+    has_lora = len(lora_a) > 0
+    rank = lora_a[0].values.shape[1] if has_lora else 0
+    fp16 = x.dtype == torch.float16
+    index = x.device.index or 0
+    _, num_sms, limit = _device_facts(index)
+    splits = config.shrink_splits if has_lora else 1
+    needed = splits * len(lora_a) * M * rank
+    check(needed <= workspace.h.numel(), "lora_decode", f"workspace.h has {workspace.h.numel()} values, {needed} needed; raise max_h")
+    check(M * K <= workspace.codes.numel() and M <= workspace.scale.numel(), "lora_decode", f"workspace holds {workspace.codes.numel()} codes, {M * K} needed; raise max_k")
+    ad = _Adapters()
+    if has_lora:
+        a, b = [o.values for o in lora_a], [o.values for o in lora_b]
+        ad.a[:] = [t.data_ptr() for t in pad4(a)]
+        ad.b[:] = [t.data_ptr() for t in pad4(b)]
+        ad.stride_al, ad.stride_ar = a[0].stride(0), a[0].stride(1)
+        ad.stride_bl[:] = [t.stride(0) for t in pad4(b)]
+        ad.stride_bn = b[0].stride(1)
+        ad.slot_of_token = indices.data_ptr()
+        if active is not None:
+            ad.active, ad.num_active = active.data_ptr(), active.numel()
+        ad.num_slots, ad.num_slices, ad.rank = a[0].shape[0], len(a), rank
+        ends = [sum(slices[: i + 1]) for i in range(len(slices))]
+        ad.slice_end[:] = pad4(ends)
+    p, i32, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+    codes, scale, h = p(workspace.codes.data_ptr()), p(workspace.scale.data_ptr()), p(workspace.h.data_ptr())
+    groups = config.shrink_groups
+    shrink_blocks = splits * len(lora_a) * -(-rank // 8) * groups
+    prologue = _kernel("prologue", tuple(prologue_macros(fp16, config.shrink_warps, M).items()), config.shrink_warps * 32, index)
+    prologue.launch(
+        M + shrink_blocks,
+        [p(x.data_ptr()), i64(x.stride(0)), i32(M), i32(K), codes, scale, h, ad, i32(M), i32(splits), i32(groups)],
+        dependent=use_pdl and overlap_previous,
+    )
+    gemm = _kernel("gemm", tuple(gemm_macros(fp16, config, M, rank).items()), (config.row_tiles * config.k_warps + 1) * 32, index)
+    stages = num_stages(config, M, len(slices), rank, limit)
+    tiles = -(-N // (config.row_tiles * 16))
+    rounds = -(-tiles // (num_sms * config.blocks_per_sm))
+    gemm.launch(
+        -(-tiles // rounds),
+        [
+            codes, scale, p(weight.values.data_ptr()), p(weight.scales.data_ptr()), i32(int(weight.axis is ScaleAxis.CHANNEL)),
+            p(0 if bias is None else bias.data_ptr()), h, i32(splits), ad, p(y.data_ptr()), i64(y.stride(0)), i32(M), i32(N), i32(K), i32(stages),
+        ],
+        shared_bytes=stages * _stage_bytes(config, M) + _epilogue_bytes(config, M, len(slices), rank),
+        dependent=use_pdl,
+    )  # fmt: skip

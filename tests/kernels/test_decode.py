@@ -1,0 +1,212 @@
+"""The decode path: both launches together, every implementation this machine has, against the fp32 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import problem, rms_ratio
+
+from epilora.errors import UnsupportedKernel
+from epilora.kernels.lora_decode import DecodeConfig, DecodeWorkspace, config_for, is_legal, lora_decode, lora_decode_ref, num_stages
+from epilora.kernels.quantize import quantize_ref
+from epilora.quant.formats import ScaleAxis
+
+IMPLEMENTATIONS = ["cuda", "triton"] if torch.cuda.is_available() else ["interpreter", "reference"]
+# Rounding h once to 16 bits and y once: RMS of each is below half a unit in the last place.
+LIMIT = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+def workspace(device, K: int, p) -> DecodeWorkspace:
+    rank = p.lora_a[0].values.shape[1]
+    return DecodeWorkspace(device, max_k=K, max_h=DecodeWorkspace.h_values(len(p.lora_a), rank))
+
+
+SHAPES = [
+    (1, 64, (32,), 8, 1),
+    (4, 1104, (64, 32, 32), 16, 4),  # K off the 512-byte stage
+    (9, 576, (576, 192, 192), 64, 8),
+    (17, 256, (32, 32, 48, 80), 40, 64),
+]
+BIG = [(1, 4096, (4096, 1024, 1024), 64, 8), (16, 12288, (4096,), 64, 8), (32, 4096, (12288, 12288), 128, 32), (32, 4096, (4096,), 256, 32)]
+ALL_SHAPES = SHAPES + (BIG if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["one", "none", "distinct", "mixed", "stale"])
+@pytest.mark.parametrize(("M", "K", "widths", "R", "L"), ALL_SHAPES, ids=str)
+def test_lora_decode(M, K, widths, R, L, kind, implementation, device, dtype, poisoned_empty):
+    axis = ScaleAxis.TENSOR if M == 4 else ScaleAxis.CHANNEL
+    p = problem(M, K, widths, R, L, kind=kind, dtype=dtype, device=device, axis=axis, bias=M == 9)
+    y = lora_decode(p.x, p.weight, *p.lora, bias=p.bias, workspace=workspace(device, K, p), implementation=implementation)
+    ref = lora_decode_ref(p.x, p.weight, *p.lora, bias=p.bias)
+    assert rms_ratio(y, ref) < LIMIT[dtype] * (0.5 if kind == "none" else 1.0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lora_decode_without_adapters(implementation, device, dtype):
+    p = problem(3, 208, (48,), 16, 2, kind="one", dtype=dtype, device=device)
+    ws = workspace(device, 208, p)
+    y = lora_decode(p.x, p.weight, workspace=ws, implementation=implementation)
+    assert rms_ratio(y, lora_decode_ref(p.x, p.weight)) < LIMIT[dtype] * 0.5
+    if implementation != "reference":
+        codes, scale = quantize_ref(p.x)
+        assert torch.equal(ws.codes[: 3 * 208].view(3, 208), codes.view(torch.uint8))
+        assert torch.equal(ws.scale[:3], scale.view(-1))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lora_decode_nobody_active_replays_old_slots(implementation, device, dtype):
+    p = problem(4, 128, (32, 32), 16, 4, kind="one", dtype=dtype, device=device)
+    ws = workspace(device, 128, p)
+    active = torch.full((5,), -1, dtype=torch.int32, device=device)
+    y = lora_decode(p.x, p.weight, *p.lora, active_lora_ids=active, workspace=ws, implementation=implementation)
+    base = lora_decode(p.x, p.weight, workspace=ws, implementation=implementation)
+    assert rms_ratio(y, base) < 1e-6
+    active[0] = 3
+    y = lora_decode(p.x, p.weight, *p.lora, active_lora_ids=active, workspace=ws, implementation=implementation)
+    assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("implementation", [i for i in IMPLEMENTATIONS if i != "reference"])
+def test_lora_decode_row_does_not_depend_on_neighbours_or_rubbish(implementation, device, dtype):
+    """Same path and bucket: a row's bits stay when other rows change adapter or hold rubbish."""
+    p = problem(8, 256, (64, 32), 16, 8, kind="distinct", dtype=dtype, device=device)
+    ws = workspace(device, 256, p)
+    first = lora_decode(p.x, p.weight, *p.lora, workspace=ws, implementation=implementation).clone()
+    slots = torch.tensor([0, 0, -1, 99, 5, 5, 2, -3], dtype=torch.int32, device=device)
+    x = p.x.clone()
+    x[3:] = float("nan")
+    ws.h.fill_(float("nan"))
+    second = lora_decode(x, p.weight, p.lora_a, p.lora_b, slots, workspace=ws, implementation=implementation)
+    assert torch.equal(first[0], second[0])
+    assert torch.isfinite(second[:3]).all()
+
+
+def test_lora_decode_strided_input_and_output(device, dtype):
+    p = problem(4, 128, (32,), 16, 4, kind="mixed", dtype=dtype, device=device)
+    wide = torch.zeros(4, 256, dtype=dtype, device=device)
+    wide[:, 128:] = p.x
+    out = torch.full((4, 64), float("nan"), dtype=dtype, device=device)
+    ws = workspace(device, 128, p)
+    lora_decode(wide[:, 128:], p.weight, *p.lora, workspace=ws, out=out[:, 32:])
+    assert rms_ratio(out[:, 32:], lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
+    assert torch.isnan(out[:, :32]).all()
+
+
+def test_lora_decode_fp8_adapters(device, dtype):
+    p = problem(3, 128, (32, 16), 16, 3, kind="distinct", dtype=dtype, device=device, fp8=True)
+    y = lora_decode(p.x, p.weight, *p.lora, workspace=workspace(device, 128, p))
+    assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
+
+
+def test_lora_decode_rejects(device, dtype):
+    p = problem(4, 64, (32,), 16, 3, kind="one", dtype=dtype, device=device)
+    ws = workspace(device, 64, p)
+    with pytest.raises(ValueError, match="x has 33 tokens; allowed: 0 to 32"):
+        lora_decode(torch.zeros(33, 64, dtype=dtype, device=device), p.weight, workspace=ws)
+    with pytest.raises(ValueError, match="1 slices of lora_a, 0 of lora_b"):
+        lora_decode(p.x, p.weight, p.lora_a, [], p.slots, workspace=ws)
+    with pytest.raises(ValueError, match="workspace.h has 1 values"):
+        lora_decode(p.x, p.weight, *p.lora, workspace=DecodeWorkspace(device, max_k=64, max_h=1))
+    with pytest.raises(ValueError, match=r"out is .*float32 \(4, 32\); needed"):
+        lora_decode(p.x, p.weight, workspace=ws, out=torch.zeros(4, 32, device=device))
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedKernel, match="implementation=cuda asked, but tensors are on cpu"):
+            lora_decode(p.x, p.weight, workspace=ws, implementation="cuda")
+    assert lora_decode(p.x[:0], p.weight, workspace=ws).shape == (0, 32)
+
+
+def test_config_for_models_is_legal():
+    """Every projection of the models we measure fits the stated default, sharded too."""
+    from benchmarks.shapes import MODELS
+
+    for layer in MODELS.values():
+        for projection in layer:
+            for tp in (1, 2, 4):
+                try:
+                    p = projection.shard(tp)
+                except ValueError:
+                    continue
+                if p.K % 16 or any(n % 16 for n in p.slices):
+                    continue
+                for M in (1, 8, 16, 32):
+                    for rank in (8, 64, 256):
+                        assert is_legal(config_for(M, p.N, p.K, rank, 8), M, p.K, p.slices, rank), (p, M, rank)
+
+
+def test_is_legal_refuses():
+    config = DecodeConfig()
+    assert is_legal(config, 1, 4096, [4096], 64)
+    assert not is_legal(config, 33, 4096, [4096], 64)
+    assert not is_legal(config, 1, 4100, [4096], 64)
+    assert not is_legal(config, 1, 4096, [4090], 64)
+    assert not is_legal(config, 1, 4096, [4096], 12)
+    assert not is_legal(DecodeConfig(stage_k=512, k_warps=16), 1, 4096, [4096], 64)
+    assert num_stages(config, 16, 1, 64, 99 * 1024) < num_stages(config, 16, 1, 64, 227 * 1024)
+
+
+@pytest.mark.gpu
+def test_lora_decode_captured_replays_follow_changed_slots():
+    """100 replays give the same bits; changing slots, adapters and poison in place is followed by the next replay."""
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    p = problem(16, 4096, (4096, 1024, 1024), 64, 8, kind="mixed", dtype=dtype, device=device)
+    ws = workspace(device, 4096, p)
+    y = torch.empty(16, 6144, dtype=dtype, device=device)
+    z = torch.empty_like(y)
+
+    def both():
+        lora_decode(p.x, p.weight, *p.lora, workspace=ws, out=y)
+        lora_decode(p.x, p.weight, *p.lora, workspace=ws, out=z)
+
+    both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    plain = lora_decode(p.x, p.weight, *p.lora, workspace=ws, use_pdl=False)
+    for _ in range(100):
+        y.fill_(float("nan"))
+        ws.h.fill_(float("nan"))
+        ws.codes.fill_(255)
+        ws.scale.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, plain)
+        assert torch.equal(z, plain)
+    for round_index in range(20):
+        p.slots.copy_(torch.randint(-1, 8, (16,), dtype=torch.int32))
+        p.lora_b[0].values.normal_(std=0.1)
+        p.x.normal_()
+        graph.replay()
+        expected = lora_decode(p.x, p.weight, *p.lora, workspace=ws, use_pdl=False)
+        assert torch.equal(y, expected), round_index
+        assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
+
+
+@pytest.mark.gpu
+def test_lora_decode_chain_of_dependent_projections_thousands_of_replays():
+    """o feeds down feeds o: every projection reads what the previous one wrote, with programmatic launches all along."""
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    p = [problem(8, 1024, (1024,), 64, 4, kind="mixed", dtype=dtype, device=device) for _ in range(4)]
+    for q in p:
+        q.weight.scales.mul_(0.3)
+    ws = workspace(device, 1024, p[0])
+    buffers = [p[0].x] + [torch.empty(8, 1024, dtype=dtype, device=device) for _ in p]
+
+    def chain(**options):
+        for i, q in enumerate(p):
+            lora_decode(buffers[i], q.weight, *q.lora, workspace=ws, out=buffers[i + 1], **options)
+
+    chain(use_pdl=False)
+    expected = [b.clone() for b in buffers]
+    assert torch.isfinite(expected[-1]).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(3000):
+        for b in buffers[1:]:
+            b.fill_(float("nan"))
+        graph.replay()
+        for b, e in zip(buffers, expected, strict=True):
+            wrong += (b != e).sum()
+    assert wrong.item() == 0

@@ -1,0 +1,59 @@
+"""Per-token quantisation: codes and scales are bit-equal to the reference, edge values included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epilora.kernels.quantize import quantize, quantize_ref
+
+
+def same(x: torch.Tensor) -> None:
+    codes, scale = quantize(x)
+    ref_codes, ref_scale = quantize_ref(x)
+    assert torch.equal(scale.cpu(), ref_scale.cpu())
+    assert torch.equal(codes.view(torch.uint8).cpu(), ref_codes.view(torch.uint8).cpu())
+
+
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("M", "K"), [(1, 16), (3, 576), (2, 4096), (5, 5000)])
+def test_quantize_random(M, K, source, device):
+    x = torch.randn(M, K, device=device) * torch.logspace(-6, 3, M, device=device)[:, None]
+    same(x.to(source))
+
+
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+def test_quantize_edge_values(source, device):
+    info = torch.finfo(source)
+    x = torch.zeros(7, 64, dtype=source, device=device)
+    x[1, 3] = info.max
+    x[2, 5] = info.tiny
+    x[3, :4] = torch.tensor([float("inf"), 1.0, -float("inf"), float("nan")], dtype=source)
+    x[4, :3] = torch.tensor([float("nan"), 2.0, -1.0], dtype=source)
+    x[5] = torch.linspace(-1, 1, 64, device=device).to(source)
+    x[6] = -info.max
+    same(x)
+
+
+def test_quantize_zero_row_has_the_smallest_scale(device):
+    codes, scale = quantize(torch.zeros(1, 32, dtype=torch.float16, device=device))
+    assert scale.item() == pytest.approx(1.0 / (448.0 * 512.0), rel=1e-6)
+    assert codes.view(torch.uint8).abs().sum().item() == 0
+
+
+def test_quantize_strided_rows_and_empty_batch(device):
+    x = torch.randn(4, 128, dtype=torch.float16, device=device)
+    same(x[:, :64])
+    codes, scale = quantize(x[:0])
+    assert codes.shape == (0, 128)
+    assert scale.shape == (0, 1)
+
+
+def test_quantize_rejects(device):
+    x = torch.randn(4, 128, device=device)
+    with pytest.raises(TypeError, match="float32; allowed: torch.bfloat16, torch.float16"):
+        quantize(x)
+    with pytest.raises(ValueError, match="last axis must be contiguous"):
+        quantize(x.half().t())
+    with pytest.raises(ValueError, match="scale_out has 3 values; needed: 4"):
+        quantize(x.half(), scale_out=torch.zeros(3, device=device))

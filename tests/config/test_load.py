@@ -1,0 +1,63 @@
+"""Configuration: files, overrides, and the messages for what cannot work."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf.errors import ConfigKeyError, ValidationError
+
+from epilora.config import load_config, to_yaml
+from epilora.config.schema import Activations
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+BASE = ["engine.model_path=folder", "task.path=package.module:task"]
+
+
+def test_defaults_and_overrides() -> None:
+    config = load_config(None, [*BASE, "rl.steps=7", "engine.activations=w8a8", "loss.correction=tis_token", "name=x"])
+    assert (config.rl.steps, config.engine.activations, config.out) == (7, Activations.w8a8, "runs/x")
+    assert "steps: 7" in to_yaml(config)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_every_shipped_configuration_loads_and_prints(path: Path) -> None:
+    config = load_config(path)
+    again = load_config(None, ["engine.model_path=x", "task.path=x:y"])
+    assert config.rl.steps > 0
+    assert to_yaml(config) != to_yaml(again)
+
+
+def test_a_file_extends_another(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("engine: {model_path: m}\ntask: {path: 'a:b'}\nrl: {steps: 3}\n")
+    (tmp_path / "more.yaml").write_text("extends: base.yaml\nrl: {group_size: 4}\n")
+    config = load_config(tmp_path / "more.yaml")
+    assert (config.rl.steps, config.rl.group_size) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "words"),
+    [
+        (["engine.nope=1"], ConfigKeyError, "engine.nope"),
+        (["rl.steps=soon"], ValidationError, "rl.steps"),
+        (["engine.activations=w4a4"], ValidationError, "w8a8"),
+        (["lora.rank=64"], ValueError, "engine.max_lora_rank=16"),
+        (["engine.dtype=int8"], ValueError, "float32, float16, bfloat16"),
+        (["rl.group_size=1"], ValueError, "rl.group_size=1"),
+        (["rl.max_staleness=9"], ValueError, "engine.max_loras=8 is too few: 11"),
+        (["deterministic=true", "rl.max_staleness=1"], ValueError, "synchronous"),
+        (["trainer.dtype=bfloat16"], ValueError, "loss.correction=none"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_key(overrides: list[str], error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        load_config(None, [*BASE, *overrides])
+    assert words in str(caught.value)
+
+
+def test_missing_values_are_named() -> None:
+    with pytest.raises(ValueError, match=r"engine\.model_path, task\.path"):
+        load_config(None)
+
+
+def test_missing_file_lists_what_exists(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no configuration file"):
+        load_config(tmp_path / "none.yaml")

@@ -1,0 +1,261 @@
+"""The RL loop on plain parts: which version a batch is sampled from, what is loaded when, staleness, resume, refusals."""
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from actors.handles import LocalPart
+from epilora.config import load_config
+from epilora.errors import EpiloraError
+from epilora.tasks.base import Problem, RewardError
+from epilora.types import AdapterSpec, AdapterVersion, Completion, EngineStats, LoadReceipt
+from jobs.loop import RLLoop, rollout_seed
+
+
+class Engine:
+    """Answers every prompt with its adapter's digest; remembers what was loaded and when it was used."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, AdapterVersion] = {}
+        self.peak = 0
+        self.batches: list[str] = []
+        self.prefix_resets = 0
+        self.kv: list[str] = []
+        self.gate: asyncio.Event | None = None
+        self.readback = ""
+        self.answer_with: str | None = None
+        self.aborted: list[str] = []
+
+    def info(self):
+        return SimpleNamespace(base_digest="base", model_name="m")
+
+    def stats(self):
+        return EngineStats(0, 0, 0, 0, 0, 0, 0.0, tuple(self.loaded))
+
+    async def generate(self, requests):
+        digest = requests[0].adapter
+        assert digest in self.loaded, "asked for a version that is not loaded"
+        self.batches.append(digest)
+        if self.gate is not None:
+            await self.gate.wait()
+        assert digest in self.loaded, "version was unloaded while its batch was running"
+        return [
+            Completion(r.request_id, (1,), (2, 3), str(r.sampling.seed % 2), (-0.5, -0.5), "stop", self.answer_with or digest)
+            for r in requests
+        ]
+
+    async def abort(self, ids):
+        self.aborted += ids
+
+    async def load_adapter(self, version, tensors):
+        self.loaded[version.digest] = version
+        self.peak = max(self.peak, len(self.loaded))
+        return LoadReceipt(version.digest, 0, self.readback or "same", "same", 1, 1, 0.1)
+
+    async def unload_adapter(self, digest):
+        del self.loaded[digest]
+
+    async def reset_prefix_cache(self):
+        self.prefix_resets += 1
+
+    async def release_kv(self, keep):
+        self.kv.append("release")
+
+    async def restore_kv(self):
+        self.kv.append("restore")
+
+
+class Trainer:
+    """Counts steps; its adapter's content is the history of the rewards it saw."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, list] = {}
+
+    def open_session(self, session, spec, optimizer, seed):
+        self.spec = spec
+        self.sessions[session] = [seed]
+
+    def close_session(self, session):
+        self.sessions.pop(session, None)
+
+    def train_rl(self, session, groups, loss):
+        assert loss["correction"] == "none"
+        self.sessions[session].append(sum(r.reward for g in groups for r in g.rollouts))
+        return {"loss": 0.5, "mismatch/mean_abs_dlogp": 1e-7}
+
+    def adapter(self, session):
+        return AdapterSpec(4, 8.0, ("all-linear",)), {"a": list(self.sessions[session])}
+
+    def state(self, session):
+        return json.dumps(self.sessions[session]).encode()
+
+    def load_state(self, session, state):
+        self.sessions[session] = json.loads(state)
+
+
+class Store:
+    def __init__(self) -> None:
+        self.by_digest: dict[str, tuple[AdapterVersion, dict]] = {}
+
+    def publish(self, name, spec, tensors, *, base_model, base_digest, metadata=None, owner=""):
+        digest = hashlib.sha256(json.dumps([name, tensors["a"]]).encode()).hexdigest()
+        if digest not in self.by_digest:
+            number = sum(v.name == name for v, _ in self.by_digest.values()) + 1
+            self.by_digest[digest] = (AdapterVersion(name, number, digest, spec, base_digest), tensors)
+        return self.by_digest[digest][0]
+
+    def resolve(self, ref):
+        return self.by_digest[ref][0]
+
+    def tensors(self, digest):
+        return self.by_digest[digest][1]
+
+
+class Task:
+    def problem(self, split, index):
+        return Problem(f"{split}-{index}", "1+1=", "2")
+
+    def score(self, text, problem):
+        return float(text)
+
+    def well_formed(self, text):
+        return True
+
+
+def make(tmp_path: Path, *overrides: str, parts=None, task=None):
+    config = load_config(
+        None,
+        ["engine.model_path=m", "task.path=a:b", "rl.prompts_per_step=3", "rl.group_size=2", "rl.steps=6",
+         "trainer.placement=shared_kv_kept", *overrides],
+    )  # fmt: skip
+    engine, trainer, store = parts or (Engine(), Trainer(), Store())
+    records: list[tuple[int, dict]] = []
+    loop = RLLoop(
+        config, engine=LocalPart(engine), trainer=LocalPart(trainer), store=LocalPart(store), task=task or Task(),
+        run_dir=tmp_path, record=lambda step, metrics: records.append((step, metrics)),
+    )  # fmt: skip
+    return loop, engine, trainer, store, records
+
+
+async def start_and_run(loop: RLLoop) -> None:
+    await loop.start()
+    await loop.run()
+
+
+def test_synchronous_steps_sample_from_the_version_they_train(tmp_path: Path) -> None:
+    loop, engine, trainer, store, records = make(tmp_path)
+    asyncio.run(start_and_run(loop))
+    assert [step for step, _ in records] == [1, 2, 3, 4, 5, 6]
+    assert all(m["rollout/staleness_steps"] == 0 for _, m in records)
+    versions = [store.by_digest[d][0].version for d in engine.batches]
+    assert versions == [1, 2, 3, 4, 5, 6]
+    assert loop.policy.version.version == 7  # the initial one and one per step
+    assert engine.peak == 2  # the current version and its successor
+    assert set(engine.loaded) == {loop.policy.version.digest}
+    expected = [
+        sum(rollout_seed(0, step, i, j) % 2 for i in range(3) for j in range(2)) for step in range(6)
+    ]
+    assert trainer.sessions[loop.session] == [0, *expected]
+    assert engine.kv == []
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_staleness_is_bounded_and_reached(tmp_path: Path, k: int) -> None:
+    loop, engine, _, store, records = make(tmp_path, f"rl.max_staleness={k}", "rl.steps=8")
+    asyncio.run(start_and_run(loop))
+    assert [m["rollout/staleness_steps"] for _, m in records] == [min(i, k) for i in range(8)]
+    versions = [store.by_digest[d][0].version for d in engine.batches]
+    assert versions == [max(1, i + 1 - k) for i in range(8)]
+    assert set(engine.loaded) == {loop.policy.version.digest}
+    assert engine.peak <= 2 + k
+
+
+def test_kv_is_released_only_around_training_when_configured(tmp_path: Path) -> None:
+    loop, engine, *_ = make(tmp_path, "trainer.placement=shared_kv_released", "rl.steps=2")
+    asyncio.run(start_and_run(loop))
+    assert engine.kv == ["release", "restore"] * 2
+
+
+def test_deterministic_mode_resets_the_prefix_cache_every_step(tmp_path: Path) -> None:
+    loop, engine, *_ = make(tmp_path, "deterministic=true")
+    asyncio.run(start_and_run(loop))
+    assert engine.prefix_resets == 6
+
+
+def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, *_ = make(tmp_path / "whole")
+    asyncio.run(start_and_run(whole))
+
+    first, engine, trainer, store, _ = make(tmp_path / "cut", "rl.steps=3")
+    asyncio.run(start_and_run(first))
+    left_over = set(engine.loaded)
+    second, _, _, _, records = make(tmp_path / "cut", "resume=true", parts=(engine, Trainer(), store))
+    asyncio.run(start_and_run(second))
+    assert [step for step, _ in records] == [4, 5, 6]
+    assert second.policy.version.digest == whole.policy.version.digest
+    assert second.cursor == whole.cursor == 18
+    assert not left_over & set(engine.loaded)
+
+
+def test_resume_refuses_other_settings(tmp_path: Path) -> None:
+    first, engine, _, store, _ = make(tmp_path, "rl.steps=2")
+    asyncio.run(start_and_run(first))
+    second, *_ = make(tmp_path, "resume=true", "optimizer.lr=0.1", parts=(engine, Trainer(), store))
+    with pytest.raises(ValueError, match="other settings"):
+        asyncio.run(second.start())
+
+
+def test_a_slot_that_holds_something_else_stops_the_run(tmp_path: Path) -> None:
+    loop, engine, *_ = make(tmp_path)
+    engine.readback = "damaged"
+    with pytest.raises(EpiloraError, match="did not load what was published"):
+        asyncio.run(loop.start())
+
+
+def test_an_answer_under_another_adapter_stops_the_run(tmp_path: Path) -> None:
+    loop, engine, *_ = make(tmp_path)
+    engine.answer_with = "someone-else"
+    with pytest.raises(EpiloraError, match="answered under someone-else"):
+        asyncio.run(start_and_run(loop))
+
+
+def test_a_nan_reward_names_the_problem(tmp_path: Path) -> None:
+    class Bad(Task):
+        def score(self, text, problem):
+            return float("nan") if problem.problem_id == "train-4" else 0.0
+
+    loop, *_ = make(tmp_path, task=Bad())
+    with pytest.raises(RewardError, match="train-4"):
+        asyncio.run(start_and_run(loop))
+
+
+def test_cancelling_aborts_what_is_under_way_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    loop, engine, *_ = make(tmp_path, "rl.steps=50")
+
+    async def cut() -> None:
+        await loop.start()
+        running = asyncio.create_task(loop.run())
+        while loop.step < 3:
+            await asyncio.sleep(0.001)
+        engine.gate = asyncio.Event()
+        while not engine.batches or len(engine.batches) <= loop.step:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cut())
+    assert len(engine.aborted) == 6
+    state = json.loads(sorted(tmp_path.glob("checkpoints/step-*"))[-1].joinpath("loop.json").read_text())
+    assert state["step"] == loop.step
+
+
+def test_seeds_depend_on_every_part() -> None:
+    cases = [(0, 1, 2, 3), (9, 1, 2, 3), (0, 9, 2, 3), (0, 1, 9, 3), (0, 1, 2, 9), (0, 12, 3, 3)]
+    seeds = {rollout_seed(*case) for case in cases}
+    assert len(seeds) == len(cases)
+    assert all(0 <= s < 2**31 for s in seeds)

@@ -50,7 +50,6 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
         engine_kwargs={
             "name": engine.name,
             "model_path": str(model_path),
-            "model_name": engine.served_name,
             "dtype": engine.dtype,
             "quantization": engine.quantization,
             "activations": engine.activations.value,
@@ -148,7 +147,7 @@ class System:
             {
                 "engines": [self.config.engine.name],
                 "store": "store",
-                "base_model": self.config.engine.served_name,
+                "base_model": resolve_model_path(self.config.engine.model_path).name,
                 "tenants": [
                     {"name": key.tenant, "key_hashes": [hash_key(key.api_key)]} for key in self.keys.values()
                 ],

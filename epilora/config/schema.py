@@ -48,7 +48,6 @@ class EngineConfig:
 
     name: str = "engine-0"
     model_path: str = MISSING  # folder with config.json, weights and tokenizer; `package:NAME` is a model shipped here
-    served_name: str = "base"  # name of the base model on the wire
     dtype: str = "float32"
     quantization: str = "fp8_per_channel"
     activations: Activations = Activations.w8a16

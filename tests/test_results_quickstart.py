@@ -1,0 +1,53 @@
+"""The committed CPU results: the summary is what the rows give, the commit exists, the bars hold."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.quickstart_cpu import RESULTS, summarise
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def document() -> dict:
+    return json.loads(RESULTS.read_text())
+
+
+def test_summary_is_recomputed_from_rows(document: dict) -> None:
+    again = summarise(document["rows"])
+    assert again.keys() == document["summary"].keys()
+    assert all(math.isclose(again[key], value, rel_tol=1e-9) for key, value in document["summary"].items())
+
+
+def test_named_commit_exists(document: dict) -> None:
+    subprocess.run(["git", "cat-file", "-e", document["commit"]], cwd=ROOT, check=True)
+
+
+def test_bars(document: dict) -> None:
+    summary = document["summary"]
+    assert summary["seeds"] >= 3
+    assert summary["gain_points"] >= 20
+    assert summary["gain_points_mean"] >= 30
+    assert summary["main_job_s"] <= 240
+    assert summary["peak_rss_gb"] <= 4
+    assert summary["mixed_steps"] >= 50
+    assert 0.99 <= summary["base_copies"] <= 1.01
+    assert summary["cpu_lora_tokens_s_over_stock"] >= 2
+    assert summary["mismatch_w8a8_over_w8a16_float32"] >= 1000
+    assert summary["mismatch_w8a8_over_w8a16_float16"] >= 15
+    assert summary["mismatch_w8a8_over_w8a16_bfloat16"] >= 2.5
+    for row in document["rows"]:
+        if row["case"] == "main_job":
+            result = row["result"]
+            assert result["checksum_equal"]
+            assert result["base_read_only"]
+            assert result["answers_wrong"] == 0
+            assert result["tenant_errors"] == []
+            assert result["eval_before"]["well_formed"] >= 0.9
+            for tenant in result["tenants"]:
+                if tenant["accuracy_base"] is not None:
+                    assert tenant["accuracy_adapter"] - tenant["accuracy_base"] >= 0.10

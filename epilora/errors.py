@@ -41,3 +41,7 @@ class MemoryInfeasible(EpiloraError):
 
 class UnsupportedKernel(EpiloraError):
     """No kernel serves this combination; the message says which one to use instead."""
+
+
+class EngineDead(EpiloraError):
+    """The engine's step loop failed or was closed; the message carries the first error. Start a new engine."""

@@ -1,0 +1,153 @@
+"""The `vllm.general_plugins` entry point: puts our layers into vLLM, once per process, and says what it did.
+
+Features, each behind its own test in `compat`:
+  layers     LoRA linear classes replaced by our subclasses
+  cpu_rows   (CPU) rows grouped by adapter whenever vLLM updates its mapping
+  matched    W8A16 activations where `additional_config={"epilora": {"activations": "w8a16"}}` asks for them
+  float32    (CPU) float32 activations admitted with online quantisation; vLLM lists only bf16 and fp16
+  seeds      (CPU) seeds honoured in batches in which only some rows have one; stock 0.28 draws all rows from the global generator
+
+vLLM swallows plugin errors and runs without the plugin: look at `installed()`. EPILORA_DISABLE=1 leaves stock vLLM.
+Idempotent, cheap, touches no device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import compat
+
+logger = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "EPILORA_DISABLE"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `register` did in this process. features: installed ones; reasons: why others are not, by feature."""
+
+    features: tuple[str, ...]
+    reasons: dict[str, str]
+
+    @property
+    def active(self) -> bool:
+        return "layers" in self.features
+
+
+_status: Status | None = None
+
+
+def installed() -> Status | None:
+    """What is installed in this process; None before `register` ran."""
+    return _status
+
+
+def register() -> None:
+    """Install everything this vLLM supports. Called by vLLM in each of its processes; repeated calls do nothing."""
+    global _status
+    if _status is not None:
+        return
+    if os.environ.get(DISABLE_VARIABLE, "") == "1":
+        _status = Status((), {"all": f"{DISABLE_VARIABLE}=1"})
+        logger.info("EpiLoRA plugin disabled by %s=1: stock vLLM", DISABLE_VARIABLE)
+        return
+    features: list[str] = []
+    reasons: dict[str, str] = {}
+    plan: list[tuple[str, bool, Callable[[], list[str]], Callable[[], None]]] = [
+        ("cpu_rows", True, compat.cpu_mapping_problems, _install_cpu_rows),
+        ("layers", False, compat.layer_problems, _install_layers),
+        ("matched", False, compat.loader_problems, _install_matched),
+        ("float32", True, compat.float32_problems, _install_float32),
+        ("seeds", True, compat.sampler_problems, _install_seeds),
+    ]
+    cpu = compat.is_cpu()
+    for name, cpu_only, problems_of, install in plan:
+        if cpu_only and not cpu:
+            reasons[name] = "only needed on the CPU backend"
+            continue
+        problems = problems_of()
+        if name == "layers" and cpu and "cpu_rows" not in features:
+            problems.append("needs cpu_rows")
+        if problems:
+            reasons[name] = "; ".join(problems)
+            logger.warning("EpiLoRA: %s not installed, stock vLLM does it: %s", name, reasons[name])
+            continue
+        install()
+        features.append(name)
+    _status = Status(tuple(features), reasons)
+    logger.info("EpiLoRA plugin installed: %s", ", ".join(features) or "nothing")
+
+
+def _install_layers() -> None:
+    import vllm.lora.utils as lora_utils
+
+    from .layers import swapped_class
+
+    lora_utils._all_lora_classes = tuple(swapped_class(stock) for stock in lora_utils._all_lora_classes)
+
+
+def _install_cpu_rows() -> None:
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from .cpu_lora import group_rows
+
+    stock = PunicaWrapperCPU.update_metadata
+
+    def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self._epilora_rows = group_rows(self.token_lora_indices)
+
+    PunicaWrapperCPU.update_metadata = update_metadata
+
+
+def _install_matched() -> None:
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    from .layers import match_activations, requested_activations
+
+    stock = BaseModelLoader.load_model
+
+    def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = stock(self, vllm_config, *args, **kwargs)
+        match_activations(model, requested_activations(vllm_config))
+        return model
+
+    BaseModelLoader.load_model = load_model
+
+
+def _install_float32() -> None:
+    import torch
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    stock = OnlineQuantizationConfig.get_supported_act_dtypes()
+    admitted = [*stock, *([] if torch.float32 in stock else [torch.float32])]
+    OnlineQuantizationConfig.get_supported_act_dtypes = classmethod(lambda cls: list(admitted))
+
+
+def _install_seeds() -> None:
+    import torch
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    stock = topk_topp_sampler.TopKTopPSampler.forward_cpu
+
+    def forward_cpu(self: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
+        if not 0 < len(generators) < logits.shape[0]:
+            return stock(self, logits, generators, k, p)
+        logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
+        processed = None
+        if self.logprobs_mode == "processed_logits":
+            processed = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        # argmax of p / e with e ~ Exp(1) draws from p; each seeded row takes e from its own generator.
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
+        noise = torch.empty_like(probs).exponential_()
+        for row, generator in generators.items():
+            noise[row].exponential_(generator=generator)
+        return probs.div_(noise).argmax(dim=-1), processed
+
+    topk_topp_sampler.TopKTopPSampler.forward_cpu = forward_cpu

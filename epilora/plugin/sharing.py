@@ -1,0 +1,110 @@
+"""One copy of the base: the engine's parameters moved into one file in shared memory that others map read-only.
+
+Each tensor is copied once to a page-aligned offset, the engine's parameter is rebound to the mapping (a weight stays the
+[K, N] view with strides (1, K) of its [N, K] bytes), and the mapping is protected: a stray write ends in a fault, not in a
+silently different base. Trainers map the same file; the pages exist once in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from epilora.errors import MemoryInfeasible
+from epilora.quant.manifest import Location, TensorEntry, Transport
+
+PAGE_BYTES = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """A tensor to share: `bytes_view` is its row-major form (a weight as [N, K]); `rows` of it are listed in the manifest."""
+
+    bytes_view: torch.Tensor
+    rows: int | None = None  # None: all
+
+
+class SharedFile:
+    """One file of shared memory that holds tensors, mapped read-only after it was filled. Keep it alive while they are used."""
+
+    def __init__(self, path: str, tensors: Sequence[SharedTensor]) -> None:
+        """Create `path` and copy the tensors into it.
+
+        tensors: contiguous CPU tensors. Raises MemoryInfeasible if the file system cannot hold them, FileExistsError.
+        """
+        self.path = path
+        self.offsets: list[int] = []
+        size = 0
+        for shared in tensors:
+            self.offsets.append(size)
+            size += -(-shared.bytes_view.nbytes // PAGE_BYTES) * PAGE_BYTES
+        self.num_bytes = max(size, PAGE_BYTES)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            try:
+                os.posix_fallocate(descriptor, 0, self.num_bytes)  # now, rather than a SIGBUS when a page is touched
+            except OSError as err:
+                space = os.statvfs(os.path.dirname(path) or ".")
+                free = space.f_bavail * space.f_frsize
+                raise MemoryInfeasible(
+                    f"{path} needs {self.num_bytes} bytes for the base's weights, its file system has {free} free;"
+                    f" enlarge it (docker: --shm-size) or choose another shm_dir"
+                ) from err
+            self._map = mmap.mmap(descriptor, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+        self.views: list[torch.Tensor] = []
+        for shared, offset in zip(tensors, self.offsets, strict=True):
+            source = shared.bytes_view
+            view = torch.frombuffer(self._map, dtype=source.dtype, count=source.numel(), offset=offset)
+            view = view.view(source.shape)
+            view.copy_(source)
+            self.views.append(view)
+        self._protect()
+
+    def _protect(self) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(self.num_bytes), mmap.PROT_READ):
+            error = ctypes.get_errno()
+            raise OSError(error, f"mprotect of {self.path}: {os.strerror(error)}")
+
+    def entry(self, index: int, rows: int | None = None) -> TensorEntry:
+        """Manifest entry of tensor `index` (its first `rows` rows if given)."""
+        view = self.views[index] if rows is None else self.views[index][:rows]
+        return TensorEntry(
+            shape=tuple(view.shape),
+            stride=tuple(view.stride()),
+            dtype=str(view.dtype).removeprefix("torch."),
+            location=Location(Transport.SHM, self.path, self.offsets[index]),
+        )
+
+    def unlink(self) -> None:
+        """Remove the file's name; the memory is freed when the last mapping goes. Repeated calls do nothing."""
+        if os.path.exists(self.path):
+            os.unlink(self.path)
+
+
+def drop_pages(tensor: torch.Tensor, keep_fraction: float = 0.0) -> int:
+    """Give a CPU tensor's whole pages past its first `keep_fraction` back to the operating system; returns their bytes.
+
+    The values there become zero. For private anonymous memory only (what torch allocates), never for a shared mapping.
+    """
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr() + int(storage.nbytes() * keep_fraction)
+    first = -(-start // PAGE_BYTES) * PAGE_BYTES
+    last = (storage.data_ptr() + storage.nbytes()) // PAGE_BYTES * PAGE_BYTES
+    if last <= first:
+        return 0
+    if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):
+        error = ctypes.get_errno()
+        raise OSError(error, f"madvise: {os.strerror(error)}")
+    return last - first

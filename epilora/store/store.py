@@ -38,6 +38,7 @@ from .preflight import PreflightReport, check_tensors, preflight
 from .schema import connect, ensure_schema
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,127}")
+OWNER_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")  # tenants, and jobs as `job:<name>`
 _DIGEST_PATTERN = re.compile(rf"[0-9a-f]{{12,{DIGEST_CHARS}}}")
 _COLUMNS = (
     "v.owner, v.name, v.version, v.digest, c.spec,"
@@ -168,9 +169,9 @@ class AdapterStore:
         metadata: JSON-able, kept as it is (ignored when the version exists already). promote: move the name to the
         version. Durable when it returns. Raises AdapterRejected (keys, shapes, NaN), ValueError (name, metadata).
         """
-        _check_name(name, "adapter name")
-        if owner:
-            _check_name(owner, "owner")
+        _check_name(name)
+        if owner and not OWNER_PATTERN.fullmatch(owner):
+            raise ValueError(f"owner {owner!r}: allowed are 1 to 128 letters, digits, '.', '_', '-' and ':'")
         document = json.dumps(dict(metadata or {}), sort_keys=True, allow_nan=True)
         arrays = as_fp32_tensors(tensors)
         report = check_tensors(spec, arrays)
@@ -234,7 +235,7 @@ class AdapterStore:
 
         Raises AdapterRejected with the reason; nothing is stored then.
         """
-        _check_name(name, "adapter name")
+        _check_name(name)
         config, tensors = read_peft_folder(folder, max_bytes=max_bytes)
         report = preflight(config, tensors, base, max_rank=max_rank)
         plain = {key.replace(".default.weight", ".weight"): tensor for key, tensor in tensors.items()}
@@ -592,7 +593,7 @@ class AdapterStore:
         rows = self._db().execute(
             f"SELECT * FROM audit WHERE id>?{where} ORDER BY id LIMIT ?", (after_id, *args, limit)
         )
-        return [AuditRow(*row[:8], detail=json.loads(row[8])) for row in rows]
+        return [AuditRow(*row[:-1], detail=json.loads(row[-1])) for row in map(list, rows)]
 
     def owner_usage(self, owner: str) -> tuple[int, int]:
         """(names, bytes of distinct content) an owner has."""
@@ -679,10 +680,10 @@ class AdapterStore:
         return f"existing adapters: {', '.join(names[:MAX_NAMES_IN_ERROR])}{more}"
 
 
-def _check_name(name: str, what: str) -> None:
+def _check_name(name: str) -> None:
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name) or _DIGEST_PATTERN.fullmatch(name):
         raise ValueError(
-            f"{what} {name!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-', the first a letter or"
+            f"adapter name {name!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-', the first a letter or"
             " digit, and nothing that could be a digest"
         )
 
@@ -693,7 +694,7 @@ def _parse_ref(ref: str) -> tuple[str | None, str, int | None]:
         return None, "", None
     owner, slash, rest = ref.rpartition("/")
     name, at, number = rest.partition("@")
-    if not NAME_PATTERN.fullmatch(name) or (slash and owner and not NAME_PATTERN.fullmatch(owner)):
+    if not NAME_PATTERN.fullmatch(name) or (slash and owner and not OWNER_PATTERN.fullmatch(owner)):
         return None, "", None
     if at and not (number.isascii() and number.isdigit() and 1 <= len(number) <= 9 and int(number) > 0):
         return None, "", None

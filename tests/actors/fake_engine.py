@@ -1,0 +1,168 @@
+"""A stand-in for an engine in router tests: answers with text that spells which adapter it was asked for.
+
+`<first 8 of the digest or "base">:<n>` per token; slots, aborts, lengths and errors behave as the Engine protocol says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from epilora.errors import AdapterNotFound, NoFreeSlot, PromptTooLong
+from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
+
+BASE_DIGEST = "b" * 64
+CONTEXT = 64
+
+
+class PlainFakeEngine:
+    """name, slots: as an engine's. token_s: seconds per token."""
+
+    def __init__(
+        self, name: str = "base", slots: int = 2, token_s: float = 0.0, base_digest: str = BASE_DIGEST
+    ) -> None:
+        self._name, self._slots, self._token_s, self._base_digest = name, slots, token_s, base_digest
+        self.loaded: OrderedDict[str, int] = OrderedDict()
+        self.loads: list[str] = []
+        self.running: set[str] = set()
+        self.aborted: list[str] = []
+        self.live: dict[str, int] = {}
+        self.load_s = 0.0
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(
+            name=self._name,
+            model_path="none",
+            model_name="tiny",
+            base_digest=self._base_digest,
+            activations="w8a16",
+            dtype="float32",
+            quantization="fp8_per_channel",
+            max_model_len=CONTEXT,
+            max_loras=self._slots,
+            max_lora_rank=16,
+            vllm_version="none",
+            plugin_active=True,
+            linear_modules=(),
+        )
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(
+            steps=1,
+            mixed_steps=0,
+            tenant_rows=0,
+            rollout_rows=0,
+            running=len(self.running),
+            waiting=0,
+            kv_usage=0.0,
+            loaded=tuple(self.loaded),
+            paths={"fake": 1},
+        )
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[int, ...]:
+        return tuple("|".join(str(message["content"]) for message in messages).encode())
+
+    async def load_adapter(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
+        assert tensors, "an adapter has tensors"
+        self.loads.append(version.digest)
+        await asyncio.sleep(self.load_s)
+        if version.digest not in self.loaded:
+            if len(self.loaded) >= self._slots:
+                idle = [digest for digest in self.loaded if not self.live.get(digest)]
+                if not idle:
+                    raise NoFreeSlot(f"all {self._slots} adapter slots are in use")
+                del self.loaded[idle[0]]
+            self.loaded[version.digest] = len(self.loads)
+        return LoadReceipt(version.digest, 0, "r", "r", 2, 2, 1.0)
+
+    async def unload_adapter(self, digest: str) -> None:
+        if self.loaded.pop(digest, None) is None:
+            raise AdapterNotFound(f"adapter {digest[:12]} is not loaded")
+
+    def _check(self, request: GenerateRequest) -> tuple[int, ...]:
+        prompt = tuple(request.prompt.encode()) if isinstance(request.prompt, str) else tuple(request.prompt)
+        if len(prompt) + request.sampling.max_tokens > CONTEXT:
+            raise PromptTooLong(
+                f"prompt of {len(prompt)} tokens and {request.sampling.max_tokens} new ones exceed the context of {CONTEXT}"
+            )
+        if any(token >= 50_000 for token in prompt):
+            raise ValueError("token id out of vocabulary")
+        if request.adapter is not None and request.adapter not in self.loaded:
+            raise AdapterNotFound(f"adapter {request.adapter[:12]} is not loaded")
+        return prompt
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        prompt = self._check(request)
+        if request.prompt == "die":
+            os._exit(1)
+        self.running.add(request.request_id)
+        key = request.adapter or ""
+        self.live[key] = self.live.get(key, 0) + 1
+        word = request.adapter[:8] if request.adapter else "base"
+        wanted = request.sampling.logprobs
+        try:
+            for index in range(request.sampling.max_tokens):
+                await asyncio.sleep(self._token_s)
+                if request.request_id in self.aborted:
+                    return
+                if request.prompt == "die later" and index == 2:
+                    os._exit(1)
+                last = index + 1 == request.sampling.max_tokens
+                top = ((7, -0.25), (8, -math.inf))[: wanted or 0]
+                yield TokenChunk(
+                    request_id=request.request_id,
+                    token_ids=(index,),
+                    text=f"{word}:{index} ",
+                    logprobs=(-0.5,),
+                    finish_reason="length" if last else None,
+                    prompt_tokens=len(prompt),
+                    completion_tokens=index + 1,
+                    top_logprobs=(top,),
+                )
+        finally:
+            self.running.discard(request.request_id)
+            self.live[key] -= 1
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        return list(await asyncio.gather(*(self._one(request) for request in requests)))
+
+    async def _one(self, request: GenerateRequest) -> Completion:
+        prompt = self._check(request)
+        chunks = [chunk async for chunk in self.stream(request)]
+        return Completion(
+            request_id=request.request_id,
+            prompt_token_ids=prompt,
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            text="".join(chunk.text for chunk in chunks),
+            logprobs=tuple(value for chunk in chunks for value in chunk.logprobs),
+            finish_reason=chunks[-1].finish_reason or "abort" if chunks else "abort",
+            adapter=request.adapter,
+            ttft_ms=1.0,
+            tpot_ms=1.0,
+            top_logprobs=tuple(row for chunk in chunks for row in chunk.top_logprobs),
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted.extend(request_ids)
+
+    async def seen(self) -> dict[str, Any]:
+        """For assertions: loads in order, aborted and running request ids."""
+        return {"loads": list(self.loads), "aborted": list(self.aborted), "running": sorted(self.running)}
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+FakeEngine: Any = ray.remote(num_cpus=0)(PlainFakeEngine)

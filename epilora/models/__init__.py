@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+PACKAGE_PREFIX = "package:"
 TINY_ARITH = Path(__file__).parent / "tiny-arith"
-SHIPPED = {"tiny-arith": TINY_ARITH}
 
 
-def resolve_model_path(name: str) -> Path:
-    """Folder of a model: `package:NAME` is one shipped here, anything else is a path.
+def resolve_model_path(path: str | Path) -> Path:
+    """The absolute folder of a model: `package:NAME` is one shipped in this package, anything else a folder.
 
-    Raises ValueError for an unknown shipped name, FileNotFoundError if the folder has no config.json.
+    Raises FileNotFoundError, saying how to make the model, if there is no config.json.
     """
-    if name.startswith("package:"):
-        shipped = name.removeprefix("package:")
-        if shipped not in SHIPPED:
-            raise ValueError(f"model {name!r} is not shipped; shipped: {', '.join('package:' + n for n in SHIPPED)}, or give a folder")
-        return SHIPPED[shipped].resolve()
-    folder = Path(name).resolve()
-    if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"model folder {name}: no config.json there; convert or download the model first")
+    text = str(path)
+    if text.startswith(PACKAGE_PREFIX):
+        folder = Path(__file__).parent / text.removeprefix(PACKAGE_PREFIX)
+        shipped = sorted(p.parent.name for p in Path(__file__).parent.glob("*/config.json"))
+        advice = f"this package ships {shipped}"
+    else:
+        folder = Path(text).expanduser().resolve()
+        makes_it = "run `python -m jobs.convert_smollm2`" if "smollm2" in text.lower() else "download or make it first"
+        advice = f"{makes_it}, or use {PACKAGE_PREFIX}tiny-arith"
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model {text!r}: no config.json in {folder}; {advice}")
     return folder

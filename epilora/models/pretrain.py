@@ -1,10 +1,10 @@
 """Pretraining of the tiny arithmetic model from a seed.
 
-Qwen3 architecture, width 96, 2 layers, 3 heads of 32, one key-value head, FFN 288, 32 characters: 0.22 M parameters. Each
-batch mixes the three tasks of `epilora.tasks.arithmetic` in equal parts; an answer is the task's habitual one with
-probability `habit_rate`, else the right one. Only answer tokens are trained on, and only train-split questions are seen.
-Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) on the matrices of the layers, AdamW on embedding and norms.
-Length is counted in steps, never in seconds, so that a loaded machine makes the same model.
+Qwen3 architecture, width 96, 2 layers, 3 heads of 32, one key-value head, FFN 288, 32 characters: 0.22 M parameters.
+Each batch mixes the three tasks of `epilora.tasks.arithmetic` in equal parts; an answer is the task's habitual one with
+probability `habit_rate`, else the right one. Only answer tokens are trained on, and only train-split questions are
+seen. Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) on the matrices of the layers, AdamW on embedding
+and norms. Length is counted in steps, never in seconds, so that a loaded machine makes the same model.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Corpus:
         for task in (make() for make in TASKS):
             problems = [task.problem("train", i) for i in range(task.size("train"))]
             self._right.append(_rows([(p.prompt, p.answer) for p in problems]))
-            self._habit.append(_rows([(p.prompt, str(task.habitual_answer(p.meta["a"], p.meta["b"]))) for p in problems]))
+            self._habit.append(
+                _rows([(p.prompt, str(task.habitual_answer(p.meta["a"], p.meta["b"]))) for p in problems])
+            )
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch."""
@@ -138,7 +140,8 @@ def pretrain(config: PretrainConfig) -> tuple[Qwen3ForCausalLM, list[float]]:
 
 
 def save_model(model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write an HF folder (safetensors in `dtype`, config, generation config, tokenizer) that transformers and vLLM load.
+    """Write an HF folder (safetensors in `dtype`, config, generation config, tokenizer) that transformers and vLLM
+    load.
 
     bf16 by default: an engine of any dtype then quantises the same numbers, so all have the same FP8 codes.
     """

@@ -21,7 +21,8 @@ from functools import cached_property
 from .base import Problem, assert_disjoint, split_of
 
 _ANSWER = re.compile(r"\d{1,3}")
-# chain_sum items looked at: with seed 0 about 20,000 per operator, of which some 5,700 (addition) are distinct questions.
+# chain_sum items looked at: with seed 0 about 20,000 per operator, of which some 5,700 (addition) are distinct
+# questions.
 _SCANNED_ITEMS = 24_000
 
 
@@ -137,3 +138,18 @@ class Maximum(_NumberTask):
     @staticmethod
     def habitual_answer(a: int, b: int) -> int:
         return a if a % 10 >= b % 10 else b
+
+
+def addition() -> Addition:
+    """The addition task, by import path `epilora.tasks.arithmetic:addition`."""
+    return Addition()
+
+
+def subtraction() -> Subtraction:
+    """The subtraction task, by import path `epilora.tasks.arithmetic:subtraction`."""
+    return Subtraction()
+
+
+def maximum() -> Maximum:
+    """The maximum task, by import path `epilora.tasks.arithmetic:maximum`."""
+    return Maximum()

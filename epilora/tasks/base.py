@@ -1,10 +1,11 @@
 """What a task is: questions in two disjoint splits, and a score for an answer.
 
-A task is any object with the three methods of `Task`. Jobs name one by import path, `package.module:attribute`, where the
-attribute is a task or a callable that makes one (`load_task`). Rewards may be given by import path too (`load_object`).
+A task is any object with the three methods of `Task`. Jobs name one by import path, `package.module:attribute`, where
+the attribute is a task or a callable that makes one (`load_task`). Rewards may be given by import path too
+(`load_object`).
 
-The split of a question is a stable hash of its text (`split_of`), never its place in a list, so that two runs, two seeds and
-two machines agree on what was held out, and a question cannot sit in both splits.
+The split of a question is a stable hash of its text (`split_of`), never its place in a list, so that two runs, two
+seeds and two machines agree on what was held out, and a question cannot sit in both splits.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ SPLITS = ("train", "held_out")
 class Problem:
     """One question.
 
-    problem_id: unique within the task. prompt: text given to the model. answer: the right answer as text ("" if the score
-    needs none). meta: free, JSON-able.
+    problem_id: unique within the task. prompt: text given to the model. answer: the right answer as text ("" if the
+    score needs none). meta: free, JSON-able.
     """
 
     problem_id: str
@@ -65,7 +66,9 @@ def assert_disjoint(train: Sequence[Problem], held_out: Sequence[Problem]) -> No
     """Raises ValueError naming the first few prompts that are in both splits."""
     shared = {p.prompt for p in train} & {p.prompt for p in held_out}
     if shared:
-        raise ValueError(f"{len(shared)} prompts are in both splits, e.g. {sorted(shared)[:3]}; split by split_of(prompt)")
+        raise ValueError(
+            f"{len(shared)} prompts are in both splits, e.g. {sorted(shared)[:3]}; split by split_of(prompt)"
+        )
 
 
 def load_task(path: str, **options: Any) -> Task:
@@ -91,7 +94,11 @@ def checked_score(score: Callable[[str, Problem], float], text: str, problem: Pr
     try:
         value = float(score(text, problem))
     except Exception as err:  # whatever a user's reward raises must name the problem it raised on
-        raise RewardError(f"reward raised on problem {problem.problem_id!r} for {text!r}: {type(err).__name__}: {err}") from err
+        raise RewardError(
+            f"reward raised on problem {problem.problem_id!r} for {text!r}: {type(err).__name__}: {err}"
+        ) from err
     if not math.isfinite(value):
-        raise RewardError(f"reward is {value} on problem {problem.problem_id!r} for {text!r}; it must be a finite number")
+        raise RewardError(
+            f"reward is {value} on problem {problem.problem_id!r} for {text!r}; it must be a finite number"
+        )
     return value

@@ -4,7 +4,8 @@ group_norm      A_i = (r_i - mean) / (std + 1e-4)      GRPO, arXiv 2402.03300 (s
 mean            A_i = r_i - mean                        Dr.GRPO, arXiv 2503.20783
 leave_one_out   A_i = r_i - mean of the others          RLOO, arXiv 2402.14740  ( = n / (n - 1) times `mean`)
 
-A group whose rewards are all equal teaches nothing: its advantages are all zero and it is counted, so that callers can skip it.
+A group whose rewards are all equal teaches nothing: its advantages are all zero and it is counted, so that callers can
+skip it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def group_advantages(rewards: Sequence[Sequence[float]], kind: str, names: Seque
     """Advantages of every group.
 
     rewards: one sequence per group, at least two rewards each. names: problem ids for messages.
-    Raises ValueError for an unknown kind, a group with fewer than two rewards, or a reward that is not finite (with its place).
+    Raises ValueError for an unknown kind, a group with fewer than two rewards, or a reward that is not finite (with its
+    place).
     """
     if kind not in KINDS:
         raise ValueError(f"advantage={kind!r}; allowed: {KINDS}")

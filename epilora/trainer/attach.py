@@ -1,7 +1,7 @@
 """Map an engine's exported weights read-only and read them as typed operands.
 
-The file of a shared-memory manifest is mapped once with PROT_READ and MAP_SHARED; every tensor is a view of that mapping, so
-the base exists once however many trainers attach, and a stray write ends in a fault.
+The file of a shared-memory manifest is mapped once with PROT_READ and MAP_SHARED; every tensor is a view of that
+mapping, so the base exists once however many trainers attach, and a stray write ends in a fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _NAMED_LEAVES = ("bias", "input_scale")
 
 
 def parameter_name(entry: WeightEntry) -> str:
-    """The engine's parameter name of an entry's values: the entry's name, plus `.weight` unless it names another leaf."""
+    """The engine's parameter name of an entry's values: the entry's name, plus `.weight` unless it names another
+    leaf.
+    """
     return entry.name if entry.name.rsplit(".", 1)[-1] in _NAMED_LEAVES else f"{entry.name}.weight"
 
 
@@ -61,11 +63,15 @@ class MappedBase:
 
     def _view(self, entry: TensorEntry) -> torch.Tensor:
         if entry.location.transport is not Transport.SHM:
-            raise UnsupportedKernel(f"transport {entry.location.transport.value}: this trainer maps shared memory (shm) only")
+            raise UnsupportedKernel(
+                f"transport {entry.location.transport.value}: this trainer maps shared memory (shm) only"
+            )
         path = entry.location.path
         if path not in self._maps:
             if not os.path.exists(path):
-                raise FileNotFoundError(f"exported weights {path} are gone: is the engine still up? Export the weights again")
+                raise FileNotFoundError(
+                    f"exported weights {path} are gone: is the engine still up? Export the weights again"
+                )
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 self._maps[path] = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -102,5 +108,7 @@ def attach_single(manifests: Sequence[WeightManifest]) -> MappedBase:
     """The base of the only manifest. Raises UnsupportedKernel for none or several ranks."""
     if len(manifests) != 1 or manifests[0].tp_size != 1:
         ranks = [f"{m.engine} rank {m.tp_rank}/{m.tp_size}" for m in manifests]
-        raise UnsupportedKernel(f"this trainer attaches to one whole base, got {ranks}; start the engine with tensor parallel size 1")
+        raise UnsupportedKernel(
+            f"this trainer attaches to one whole base, got {ranks}; start the engine with tensor parallel size 1"
+        )
     return MappedBase(manifests[0])

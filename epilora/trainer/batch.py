@@ -1,8 +1,8 @@
 """Variable-length sequences into right-padded micro-batches under a budget of padded tokens.
 
-Sequences are sorted by length, so that little of a micro-batch is padding; the order is a pure function of the lengths and
-positions. Completion tokens of all sequences form one flat axis in the caller's order (`Layout`), whichever micro-batch
-computes them.
+Sequences are sorted by length, so that little of a micro-batch is padding; the order is a pure function of the lengths
+and positions. Completion tokens of all sequences form one flat axis in the caller's order (`Layout`), whichever
+micro-batch computes them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """ids [B, T] int64 right-padded with 0. For each completion token of its sequences: rows, positions (of the hidden state
-    that predicts it) and targets, all [n] int64, and flat [n]: its place on the flat axis. Sequences are whole."""
+    """ids [B, T] int64 right-padded with 0. For each completion token of its sequences: rows, positions (of the hidden
+    state that predicts it) and targets, all [n] int64, and flat [n]: its place on the flat axis. Sequences are
+    whole."""
 
     ids: torch.Tensor
     rows: torch.Tensor
@@ -48,7 +49,8 @@ def layout_of(sequences: Sequence[TokenPair]) -> Layout:
     for index, (prompt, completion) in enumerate(sequences):
         if not prompt or not completion:
             raise ValueError(
-                f"sequence {index} has {len(prompt)} prompt and {len(completion)} completion tokens; both need at least one"
+                f"sequence {index} has {len(prompt)} prompt and {len(completion)} completion tokens; both need at "
+                f"least one"
             )
     lengths = torch.tensor([len(completion) for _, completion in sequences], dtype=torch.long)
     starts = torch.cumsum(lengths, 0) - lengths

@@ -18,7 +18,9 @@ FORMAT = "epilora-session-1"
 
 
 def session_state(session: Session, base_digest: str) -> bytes:
-    """Everything `load_session_state` needs to go on as if nothing had happened. base_digest: of the base it trains on."""
+    """Everything `load_session_state` needs to go on as if nothing had happened. base_digest: of the base it trains
+    on.
+    """
     header = {
         "format": FORMAT,
         "base_digest": base_digest,
@@ -57,9 +59,14 @@ def load_session_state(session: Session, state: bytes, base_digest: str) -> None
     }
     for key, value in want.items():
         if header.get(key) != value:
-            raise ValueError(f"session {session.name!r}: saved {key} is {header.get(key)!r}, the open session has {value!r}")
+            raise ValueError(
+                f"session {session.name!r}: saved {key} is {header.get(key)!r}, the open session has {value!r}"
+            )
     if tensors["theta"].shape != session.theta.shape:
-        raise ValueError(f"session {session.name!r}: saved state has {tensors['theta'].numel()} parameters, open one {session.num_parameters}")
+        raise ValueError(
+            f"session {session.name!r}: saved state has {tensors['theta'].numel()} parameters, open one "
+            f"{session.num_parameters}"
+        )
     with torch.no_grad():
         for name in ("theta", "m", "v"):
             getattr(session, name).copy_(tensors[name])

@@ -3,8 +3,8 @@
     y  = round( x W^T + (x A^T) (s B)^T ),          W = codes * scale, widened for this one product
     dx = dy W + (dy sB) A,   dA = (dy sB)^T x,   dB = s dy^T (x A^T)
 
-The forward arithmetic is `epilora.kernels.cpu_reference`, the same functions a matched (W8A16) engine runs. Saved for the
-backward pass are x, A and B; x A^T is made again (M R K flops), and the codes are widened again.
+The forward arithmetic is `epilora.kernels.cpu_reference`, the same functions a matched (W8A16) engine runs. Saved for
+the backward pass are x, A and B; x A^T is made again (M R K flops), and the codes are widened again.
 
 Legend: M tokens, K in features, N out features, R rank, s = the adapter's scaling.
 """
@@ -39,8 +39,8 @@ class LoraPair:
 class AdapterContext:
     """What the projections of one model share: the adapter they apply now, and what they measured.
 
-    active: checkpoint module name -> its pair; modules left out, and all of them under None, compute the plain base. A mixed
-    batch would hold row groups here; the projections ask `pair` and know no more.
+    active: checkpoint module name -> its pair; modules left out, and all of them under None, compute the plain base. A
+    mixed batch would hold row groups here; the projections ask `pair` and know no more.
     largest_dequantised_bytes: the biggest widened weight that existed at any moment.
     """
 
@@ -108,8 +108,13 @@ class BaseProjection:
 
 class _LoraProjection(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_MK: torch.Tensor, a_RK: torch.Tensor | None, b_NR: torch.Tensor | None, scaling: float, base: BaseProjection
+    def forward(  # noqa: PLR0917 (autograd passes positions)
+        ctx: Any,
+        x_MK: torch.Tensor,
+        a_RK: torch.Tensor | None,
+        b_NR: torch.Tensor | None,
+        scaling: float,
+        base: BaseProjection,
     ) -> torch.Tensor:
         y_MN = base.forward(x_MK)
         if a_RK is not None and b_NR is not None:

@@ -2,9 +2,9 @@
 
     scale = max(amax / 448, 1 / (448 * 512)) per output channel,   code = e4m3(clamp(w / scale, -448, 448))
 
-on weights rounded to `dtype` first: what vLLM's online `fp8_per_channel` gives, under the names and packing an engine exports
-(`qkv_proj`, `gate_up_proj`). For tests, experiments and supervised training where no engine runs; a trainer beside an engine
-maps the engine's own bytes and never quantises.
+on weights rounded to `dtype` first: what vLLM's online `fp8_per_channel` gives, under the names and packing an engine
+exports (`qkv_proj`, `gate_up_proj`). For tests, experiments and supervised training where no engine runs; a trainer
+beside an engine maps the engine's own bytes and never quantises.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class LocalBase:
 def make_local_base(
     model_path: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.float32, name: str = "local"
 ) -> LocalBase:
-    """Quantise the safetensors checkpoint at `model_path` into a file in `folder` (e.g. /dev/shm, or a temporary folder).
+    """Quantise the safetensors checkpoint at `model_path` into a file in `folder` (e.g. /dev/shm, or a temporary
+    folder).
 
     dtype: what weights are rounded to before they are quantised, and what embeddings and norms are stored in.
     """
@@ -59,7 +60,9 @@ def make_local_base(
             file.seek(offset)
             file.write(raw_bytes(tensor))
             kind = str(tensor.dtype).removeprefix("torch.")
-            return TensorEntry(tuple(tensor.shape), tuple(tensor.stride()), kind, Location(Transport.SHM, str(path), offset))
+            return TensorEntry(
+                tuple(tensor.shape), tuple(tensor.stride()), kind, Location(Transport.SHM, str(path), offset)
+            )
 
         for module, slices, weight in _modules(model_path, dtype):
             if slices:
@@ -87,10 +90,10 @@ def make_local_base(
     return LocalBase(manifest, path)
 
 
-def _modules(
-    model_path: Path, dtype: torch.dtype
-) -> Iterator[tuple[str, tuple[tuple[str, int], ...], torch.Tensor]]:
-    """(engine module name, slices or () for what is not a linear layer, weight in `dtype`), packed as an engine packs."""
+def _modules(model_path: Path, dtype: torch.dtype) -> Iterator[tuple[str, tuple[tuple[str, int], ...], torch.Tensor]]:
+    """(engine module name, slices or () for what is not a linear layer, weight in `dtype`), packed as an engine
+    packs.
+    """
     index = _weight_index(model_path)
     tied = json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings", False)
 
@@ -104,7 +107,9 @@ def _modules(
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         if leaf == "bias":
-            raise ValueError(f"{name}: biases are not packed by make_local_base; export the base from an engine instead")
+            raise ValueError(
+                f"{name}: biases are not packed by make_local_base; export the base from an engine instead"
+            )
         if last in followers or (tied and module == "lm_head"):
             continue
         if last in leads:
@@ -126,5 +131,5 @@ def _weight_index(model_path: Path) -> dict[str, str]:
     index = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
-            index.update({name: str(path) for name in file.keys()})
+            index.update({name: str(path) for name in file.keys()})  # noqa: SIM118 (no iterator)
     return index

@@ -2,8 +2,8 @@
 
     log p(v) = z_v - logsumexp(z),  z = h W^T;     d/dz = onehot(v) - softmax(z)
 
-The backward pass makes each chunk's logits again. W (the output head) is frozen and gets no gradient; if its dtype is not the
-activations', it is converted a few MiB of rows at a time.
+The backward pass makes each chunk's logits again. W (the output head) is frozen and gets no gradient; if its dtype is
+not the activations', it is converted a few MiB of rows at a time.
 
 Legend: T tokens, K features, V vocabulary, S chosen ids per token.
 """
@@ -37,7 +37,9 @@ def _chunks(tokens: int, vocabulary: int, chunk: int) -> Iterator[slice]:
 
 
 def _head_pieces(head_VK: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    rows = head_VK.shape[0] if head_VK.dtype == dtype else max(1, HEAD_PIECE_BYTES // (head_VK.shape[1] * dtype.itemsize))
+    rows = (
+        head_VK.shape[0] if head_VK.dtype == dtype else max(1, HEAD_PIECE_BYTES // (head_VK.shape[1] * dtype.itemsize))
+    )
     for start in range(0, head_VK.shape[0], rows):
         part = slice(start, min(start + rows, head_VK.shape[0]))
         yield part, head_VK[part].to(dtype)

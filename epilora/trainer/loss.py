@@ -1,7 +1,8 @@
-"""Policy-gradient objectives and corrections for a sampler that is not quite the trainer. Pure functions of flat tensors.
+"""Policy-gradient objectives, and corrections for a sampler that is not quite the trainer. Pure functions of tensors.
 
-Every tensor ends in `_T`: one element per completion token of the step, all sequences one after the other; `sequence_T` says
-which sequence a token belongs to. A step's loss is  sum_t u_t w_t l_t:  l the surrogate, w the correction, u the aggregation.
+Every tensor ends in `_T`: one element per completion token of the step, all sequences one after the other; `sequence_T`
+says which sequence a token belongs to. A step's loss is  sum_t u_t w_t l_t:  l the surrogate, w the correction, u the
+aggregation.
 
 With p the trainer now, p_old the trainer before the step's first update, q the sampler (engine), A the advantage:
 
@@ -21,14 +22,14 @@ With p the trainer now, p_old the trainer before the step's first update, q the 
 | mask_sequence | the same for the sequence's geometric mean | the same |
 | score_centering | centering_weight, and subtract the sampler's mean weighted score | arXiv 2609.20807 |
 
-Score centering: with s_v = grad log p(v), the sampler's mean score mu = sum_v q_v w_v s_v is not zero unless q = p, and A times it
-is a drift. From the sampler's k likeliest tokens H (probabilities over the whole vocabulary), the tail is taken as
-alpha p with alpha = (1 - q(H)) / (1 - p(H)); as sum_v p_v s_v = 0,
+Score centering: with s_v = grad log p(v), the sampler's mean score mu = sum_v q_v w_v s_v is not zero unless q = p, and
+A times it is a drift. From the sampler's k likeliest tokens H (probabilities over the whole vocabulary), the tail is
+taken as alpha p with alpha = (1 - q(H)) / (1 - p(H)); as sum_v p_v s_v = 0,
 
     mu = sum_{v in H} ( q_v f(p_v / q_v) - alpha f(1 / alpha) p_v ) s_v,      f = the weight as a function of p / q
 
-and the added loss is  A sum_{v in H} sg(c_v) log p_v,  c_v the bracket. It needs plain sampling (temperature 1, no top-p or
-top-k), and one inner step.
+and the added loss is  A sum_{v in H} sg(c_v) log p_v,  c_v the bracket. It needs plain sampling (temperature 1, no
+top-p or top-k), and one inner step.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class LossConfig:
     clip_low, clip_high: the ratio's band is [1 - clip_low, 1 + clip_high]. tis_cap: largest importance weight.
     mask_low, mask_high: importance ratios kept by mask_*. centering_weight: the weight that score centering centres.
     kl_coef: weight of the k3 KL to the base without adapter. inner_steps: optimizer steps on one batch of rollouts.
-    advantage: auto is `mean` for dr_grpo and `group_norm` else. max_tokens: dr_grpo's constant length; 0: the batch's longest.
+    advantage: auto is `mean` for dr_grpo and `group_norm` else. max_tokens: dr_grpo's constant length; 0: the batch's
+    longest.
     """
 
     name: str = "grpo"
@@ -76,16 +78,27 @@ class LossConfig:
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"loss.{key}={getattr(self, key)!r}; allowed: {allowed}")
-        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0 and self.tis_cap > 0 and self.kl_coef >= 0 and self.max_tokens >= 0):
+        if not (
+            0 <= self.clip_low <= 1
+            and self.clip_high >= 0
+            and self.tis_cap > 0
+            and self.kl_coef >= 0
+            and self.max_tokens >= 0
+        ):
             raise ValueError(
-                f"loss: clip_low={self.clip_low} (0..1), clip_high={self.clip_high} (>= 0), tis_cap={self.tis_cap} (> 0), "
+                f"loss: clip_low={self.clip_low} (0..1), clip_high={self.clip_high} (>= 0), tis_cap={self.tis_cap} "
+                f"(> 0), "
                 f"kl_coef={self.kl_coef} (>= 0), max_tokens={self.max_tokens} (>= 0)"
             )
         if not 0 <= self.mask_low < 1 < self.mask_high:
-            raise ValueError(f"loss: mask_low={self.mask_low}, mask_high={self.mask_high}; allowed: 0 <= mask_low < 1 < mask_high")
+            raise ValueError(
+                f"loss: mask_low={self.mask_low}, mask_high={self.mask_high}; allowed: 0 <= mask_low < 1 < mask_high"
+            )
         if self.inner_steps < 1:
             raise ValueError(f"loss.inner_steps={self.inner_steps}; allowed: >= 1")
-        if self.correction == "score_centering" and (self.inner_steps != 1 or self.name not in ("grpo", "dr_grpo", "dapo")):
+        if self.correction == "score_centering" and (
+            self.inner_steps != 1 or self.name not in ("grpo", "dr_grpo", "dapo")
+        ):
             raise ValueError(
                 f"score_centering centres a REINFORCE score: it needs inner_steps=1 and grpo, dr_grpo or dapo, got "
                 f"inner_steps={self.inner_steps}, name={self.name!r}"
@@ -130,6 +143,7 @@ def surrogate(
     logp_T: torch.Tensor,
     old_logp_T: torch.Tensor,
     advantage_T: torch.Tensor,
+    *,
     sequence_T: torch.Tensor,
     lengths_S: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +201,9 @@ def correction_weights(
 def centering_coefficients(
     config: LossConfig, trainer_logp_TH: torch.Tensor, sampler_logp_TH: torch.Tensor
 ) -> torch.Tensor:
-    """c_v of score centering for the sampler's head tokens, [T, H], no gradient; -inf in sampler_logp_TH marks padding."""
+    """c_v of score centering for the sampler's head tokens, [T, H], no gradient; -inf in sampler_logp_TH marks
+    padding.
+    """
 
     def weight(ratio: torch.Tensor) -> torch.Tensor:
         return ratio.clamp(max=config.tis_cap) if config.centering_weight == "tis_token" else torch.ones_like(ratio)
@@ -224,7 +240,9 @@ def k3(log_ratio: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(trainer_logp_T: torch.Tensor, rollout_logp_T: torch.Tensor) -> dict[str, float]:
-    """How far engine and trainer are apart on the sampled tokens: mean and max |delta log p|, k3 KL(engine || trainer)."""
+    """How far engine and trainer are apart on the sampled tokens: mean and max |delta log p|, k3 KL(engine ||
+    trainer).
+    """
     delta = (trainer_logp_T - rollout_logp_T).double()
     if delta.numel() == 0:
         return {"mismatch/mean_abs_dlogp": 0.0, "mismatch/max_abs_dlogp": 0.0, "mismatch/k3_kl": 0.0}

@@ -23,7 +23,7 @@ def mapping_bytes(paths: Iterable[str]) -> tuple[int, int]:
     wanted, resident, private, inside = set(paths), 0, 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line[0] in "0123456789abcdef" and "-" in line.split(" ", 1)[0]:
-            inside = line.split(None, 5)[-1] in wanted
+            inside = line.split(None, 5)[-1].removesuffix(" (deleted)") in wanted
         elif inside and line.startswith("Rss:"):
             resident += _kib(line)
         elif inside and line.startswith(("Private_Clean:", "Private_Dirty:")):

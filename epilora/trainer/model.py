@@ -1,8 +1,9 @@
 """The transformer that computes on mapped weights.
 
-transformers' own model class is built on the meta device, so that it allocates nothing; then every `nn.Linear` is replaced by
-a `LoraLinear` over a row slice of the engine's packed codes (q, k, v lie in `qkv_proj`; gate, up in `gate_up_proj`), and
-embedding, norms and the output head refer to the mapped tensors in place. Nothing of the base is copied.
+transformers' own model class is built on the meta device, so that it allocates nothing; then every `nn.Linear` is
+replaced by a `LoraLinear` over a row slice of the engine's packed codes (q, k, v lie in `qkv_proj`; gate, up in
+`gate_up_proj`), and embedding, norms and the output head refer to the mapped tensors in place. Nothing of the base is
+copied.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class BaseModel:
 def build_model(base: MappedBase, dtype: torch.dtype, *, checkpoint_activations: bool = False) -> BaseModel:
     """The model of `base.manifest.model_path` over the mapped weights.
 
-    dtype: of activations (fp32, bf16 or fp16). checkpoint_activations: keep only each layer's input and recompute the rest.
+    dtype: of activations (fp32, bf16 or fp16). checkpoint_activations: keep only each layer's input and recompute the
+    rest.
     Raises ValueError for a model type that is not supported, KeyError naming a weight the manifest lacks.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -86,9 +88,13 @@ def build_model(base: MappedBase, dtype: torch.dtype, *, checkpoint_activations:
             entry, start, stop = where[full]
             bias = base.operands.get(f"{entry}.bias")
             if (bias is None) != (module.bias is None):
-                raise KeyError(f"{full}: bias is {'missing from' if bias is None else 'unexpected in'} the manifest ({entry}.bias)")
+                raise KeyError(
+                    f"{full}: bias is {'missing from' if bias is None else 'unexpected in'} the manifest ({entry}.bias)"
+                )
             projection = BaseProjection(
-                slice_rows(base.operands[entry], start, stop), None if bias is None else bias.values[start:stop], context
+                slice_rows(base.operands[entry], start, stop),
+                None if bias is None else bias.values[start:stop],
+                context,
             )
             replacement = LoraLinear(full, projection)
             linear_shapes[full] = (replacement.out_features, replacement.in_features)
@@ -130,5 +136,7 @@ def _plain(base: MappedBase, name: str) -> torch.Tensor:
         base.manifest.entry(name)  # raises with the nearest names
     operand = base.operands[name]
     if operand.scales is not None:
-        raise ValueError(f"{name} is stored as {operand.format.value}; embeddings, norms and the head must be 16 or 32 bit")
+        raise ValueError(
+            f"{name} is stored as {operand.format.value}; embeddings, norms and the head must be 16 or 32 bit"
+        )
     return operand.values

@@ -1,9 +1,11 @@
 """One adapter being trained: its parameters in one flat fp32 vector, its gradient, and AdamW.
 
-    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   theta -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + lr wd theta
+    m = b1 m + (1 - b1) g,    v = b2 v + (1 - b2) g^2
+    theta -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + lr wd theta
 
-(decoupled weight decay, arXiv 1711.05101). A and B of every module are views of the flat vector, so that a step, a clip and a
-checkpoint are a few vector operations. A starts as PEFT's kaiming-uniform, U(-1/sqrt(K), 1/sqrt(K)); B starts at zero.
+(decoupled weight decay, arXiv 1711.05101). A and B of every module are views of the flat vector, so that a step, a clip
+and a checkpoint are a few vector operations. A starts as PEFT's kaiming-uniform, U(-1/sqrt(K), 1/sqrt(K)); B starts at
+zero.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from .linear import LoraPair
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """lr after warm-up; grad_clip: global L2 norm, 0 off; warmup_steps: linear from lr / warmup_steps; then constant."""
+    """lr after warm-up; grad_clip: global L2 norm, 0 off; warmup_steps: linear from lr / warmup_steps; then
+    constant.
+    """
 
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.95)
@@ -35,7 +39,9 @@ class AdamWConfig:
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.grad_clip < 0 or self.warmup_steps < 0:
-            raise ValueError(f"optimizer: lr and eps must be > 0, weight_decay, grad_clip and warmup_steps >= 0; got {self}")
+            raise ValueError(
+                f"optimizer: lr and eps must be > 0, weight_decay, grad_clip and warmup_steps >= 0; got {self}"
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer: betas={self.betas}; allowed: two numbers in [0, 1)")
 
@@ -60,7 +66,12 @@ class Session:
     """
 
     def __init__(
-        self, name: str, spec: AdapterSpec, optimizer: Mapping[str, Any], seed: int, linear_shapes: Mapping[str, tuple[int, int]]
+        self,
+        name: str,
+        spec: AdapterSpec,
+        optimizer: Mapping[str, Any],
+        seed: int,
+        linear_shapes: Mapping[str, tuple[int, int]],
     ) -> None:
         """linear_shapes: module name -> (N, K) of what may be adapted.
 
@@ -74,7 +85,9 @@ class Session:
         unmatched = [t for t in spec.target_modules if not any(is_target(_only(spec, t), m) for m in linear_shapes)]
         if unmatched or not modules:
             leaves = sorted({module.rsplit(".", 1)[-1] for module in linear_shapes})
-            raise ValueError(f"session {name!r}: target_modules {unmatched} match nothing; the base has {leaves} (or all-linear)")
+            raise ValueError(
+                f"session {name!r}: target_modules {unmatched} match nothing; the base has {leaves} (or all-linear)"
+            )
         self._where: dict[str, tuple[int, int, int, int, int, float]] = {}
         size = 0
         for module in modules:
@@ -117,7 +130,9 @@ class Session:
         config = self.optimizer
         norm = float(self.grad.norm())
         if not math.isfinite(norm):
-            raise FloatingPointError(f"session {self.name!r}, step {self.step + 1}: gradient norm is {norm}; lower the learning rate")
+            raise FloatingPointError(
+                f"session {self.name!r}, step {self.step + 1}: gradient norm is {norm}; lower the learning rate"
+            )
         if config.grad_clip and norm > config.grad_clip:
             self.grad.mul_(config.grad_clip / norm)
         rate = self.learning_rate()

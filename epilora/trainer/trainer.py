@@ -1,8 +1,8 @@
 """LoraTrainer: what the Trainer protocol (actors/protocols.py) promises, as a plain class.
 
-It holds LoRA parameters and optimizer state of any number of named sessions and nothing else of its own; the base is mapped
-(attach.py). One call trains one session; the forward pass asks an AdapterContext which adapter a projection applies, which is
-where batches mixed from several sessions will plug in.
+It holds LoRA parameters and optimizer state of any number of named sessions and nothing else of its own; the base is
+mapped (attach.py). One call trains one session. The forward pass asks an AdapterContext which adapter a projection
+applies: that is where batches mixed from several sessions will plug in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from epilora.errors import BaseMismatch
 from epilora.quant.manifest import WeightManifest
 from epilora.types import AdapterSpec, Rollout, RolloutGroup
 
@@ -41,8 +42,8 @@ class LoraTrainer:
     ) -> None:
         """dtype: of activations, "float32", "bfloat16" or "float16"; parameters and optimizer are fp32 always.
 
-        micro_batch_tokens: padded tokens of one forward and backward pass. logprob_chunk: most tokens whose logits exist at
-        once. checkpoint_activations: recompute each layer in the backward pass.
+        micro_batch_tokens: padded tokens of one forward and backward pass. logprob_chunk: most tokens whose logits
+        exist at once. checkpoint_activations: recompute each layer in the backward pass.
         """
         if dtype not in DTYPES:
             raise ValueError(f"trainer dtype={dtype!r}; allowed: {sorted(DTYPES)}")
@@ -64,15 +65,18 @@ class LoraTrainer:
 
         Raises BaseMismatch if the bytes do not have the manifest's digest, or if sessions are open on another base.
         """
-        from epilora.errors import BaseMismatch
-
         if self._base is not None and list(manifests) == [self._base.manifest]:
             return
         with self._meter:
             base = attach_single(manifests)
-            if self._sessions and self._base is not None and base.manifest.base_digest != self._base.manifest.base_digest:
+            if (
+                self._sessions
+                and self._base is not None
+                and base.manifest.base_digest != self._base.manifest.base_digest
+            ):
                 raise BaseMismatch(
-                    f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this one is "
+                    f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this "
+                    f"one is "
                     f"{base.manifest.base_digest[:16]}; close them first"
                 )
             self._model = build_model(base, self._dtype, checkpoint_activations=self._checkpoint_activations)
@@ -89,7 +93,9 @@ class LoraTrainer:
         return self._base, self._model
 
     def open_session(self, session: str, spec: AdapterSpec, optimizer: Mapping[str, Any], seed: int) -> None:
-        """A new adapter, initialised from `seed`. optimizer: see `session.AdamWConfig`. Raises ValueError if it is open."""
+        """A new adapter, initialised from `seed`. optimizer: see `session.AdamWConfig`. Raises ValueError if it is
+        open.
+        """
         if session in self._sessions:
             raise ValueError(f"session {session!r} is open; close it or choose another name")
         self._sessions[session] = Session(session, spec, optimizer, seed, self._attached[1].linear_shapes)
@@ -108,8 +114,9 @@ class LoraTrainer:
     def train_rl(self, session: str, groups: Sequence[RolloutGroup], loss: Mapping[str, Any]) -> dict[str, float]:
         """`inner_steps` optimizer steps of policy gradient on one batch of rollouts. loss: see `loss.LossConfig`.
 
-        Groups whose rewards are all equal are skipped; if all are, no step is taken (`skipped_step` is 1) and the mismatch is
-        still measured. Raises ValueError naming the problem for rewards or log-probabilities that are not finite.
+        Groups whose rewards are all equal are skipped; if all are, no step is taken (`skipped_step` is 1) and the
+        mismatch is still measured. Raises ValueError naming the problem for rewards or log-probabilities that are not
+        finite.
         """
         config = losses.LossConfig.from_mapping(loss)
         state = self._session(session)
@@ -163,7 +170,9 @@ class LoraTrainer:
                 metrics |= step
                 metrics |= applied
             else:
-                metrics["clip_fraction"] = step["clip_fraction"]  # the last inner step's: the first's is 0 by construction
+                metrics["clip_fraction"] = step[
+                    "clip_fraction"
+                ]  # the last inner step's: the first's is 0 by construction
         metrics["skipped_step"] = 0.0
         return metrics
 
@@ -190,7 +199,9 @@ class LoraTrainer:
                 logp, entropy, head_logp = self._forward(micro, extra)
                 old = logp.detach() if old_T is None else old_T[flat]
                 advantage = batch.advantage[flat]
-                surrogate, clipped = losses.surrogate(config, logp, old, advantage, sequence, lengths)
+                surrogate, clipped = losses.surrogate(
+                    config, logp, old, advantage, sequence_T=sequence, lengths_S=lengths
+                )
                 correction = losses.correction_weights(config, old, batch.rollout_logp[flat], sequence, lengths)
                 per_token = correction.weight * surrogate
                 if batch.heads is not None:
@@ -218,7 +229,9 @@ class LoraTrainer:
         return metrics | losses.mismatch_metrics(logp_T, batch.rollout_logp)
 
     def train_sft(self, session: str, examples: Sequence[TokenPair]) -> dict[str, float]:
-        """One optimizer step of cross entropy, mean over all completion tokens (nats). Raises ValueError for no examples."""
+        """One optimizer step of cross entropy, mean over all completion tokens (nats). Raises ValueError for no
+        examples.
+        """
         if not examples:
             raise ValueError("train_sft: no examples")
         state = self._session(session)
@@ -234,12 +247,19 @@ class LoraTrainer:
                 total += float(value.detach())
                 right += float(logp.detach().exp().sum())
             applied = state.apply()
-        return {"loss": total, "token_probability": right / layout.num_tokens, "tokens": float(layout.num_tokens), **applied}
+        return {
+            "loss": total,
+            "token_probability": right / layout.num_tokens,
+            "tokens": float(layout.num_tokens),
+            **applied,
+        }
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
     def logprobs(self, session: str | None, sequences: Sequence[TokenPair]) -> list[list[float]]:
-        """Log-probabilities (nats) of each completion's tokens under a session's adapter, or under the base for None."""
+        """Log-probabilities (nats) of each completion's tokens under a session's adapter, or under the base for
+        None.
+        """
         if not sequences:
             return []
         pairs = None if session is None else self._session(session).pairs
@@ -316,7 +336,9 @@ class _RlBatch:
 def _check_rollout(rollout: Rollout) -> None:
     tokens, given = len(rollout.token_ids), len(rollout.rollout_logprobs)
     if tokens != given:
-        raise ValueError(f"problem {rollout.problem_id!r}: {tokens} tokens with {given} rollout_logprobs; sample with logprobs=0")
+        raise ValueError(
+            f"problem {rollout.problem_id!r}: {tokens} tokens with {given} rollout_logprobs; sample with logprobs=0"
+        )
     for place, value in enumerate(rollout.rollout_logprobs):
         if not -float("inf") < value < float("inf"):
             raise ValueError(f"problem {rollout.problem_id!r}: rollout_logprobs[{place}] is {value}; it must be finite")
@@ -328,7 +350,8 @@ def _sampler_heads(rollouts: Sequence[Rollout], layout: Layout) -> tuple[torch.T
     for rollout in rollouts:
         if len(rollout.top_logprobs) != len(rollout.token_ids):
             raise ValueError(
-                f"problem {rollout.problem_id!r}: score_centering needs top_logprobs for each of {len(rollout.token_ids)} tokens, "
+                f"problem {rollout.problem_id!r}: score_centering needs top_logprobs for each of "
+                f"{len(rollout.token_ids)} tokens, "
                 f"got {len(rollout.top_logprobs)}; sample with logprobs=k, k >= 1"
             )
         tops.extend(dict(top) for top in rollout.top_logprobs)

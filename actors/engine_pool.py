@@ -19,14 +19,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.adapter_store import AdapterStoreActor
+from actors.adapter_store import NAMESPACE, start_store
 from actors.engine import EngineActor
 from actors.trainer import TrainerActor
 from epilora import log
 from epilora.errors import PlacementInfeasible
 from epilora.types import EngineInfo
 
-NAMESPACE = "epilora"
 POOL_NAME = "pool"
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class EnginePool:
         self._bases: dict[str, Base] = {}
         self._starting: dict[str, asyncio.Lock] = {}
         self._leases: dict[str, tuple[str, ...]] = {}
-        self._store = AdapterStoreActor.options(name="store", namespace=NAMESPACE, lifetime="detached").remote(store_root)
+        self._store = start_store(store_root)
 
     async def ready(self) -> str:
         """Wait for the store; its folder."""
@@ -123,7 +122,7 @@ class EnginePool:
             strategy="STRICT_PACK",
             name=f"base-{request.name}",
             lifetime="detached",
-            bundle_label_selector=[dict(request.bundle_labels)] if request.bundle_labels else [],
+            bundle_label_selector=[dict(request.bundle_labels)] if request.bundle_labels else None,
         )
         try:
             await asyncio.wait_for(_as_future(group.ready()), timeout_s)

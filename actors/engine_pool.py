@@ -146,11 +146,15 @@ class EnginePool:
         trainer = TrainerActor.options(name=request.trainer_name, **common, **request.trainer_options).remote(
             request.trainer_factory, dict(request.trainer_kwargs)
         )
-        left = max(1.0, timeout_s - (time.monotonic() - start))
         try:
-            info = await asyncio.wait_for(_as_future(engine.ready.remote()), left)
-            manifests = await asyncio.wait_for(_as_future(engine.export_weights.remote()), left)
-            await asyncio.wait_for(_as_future(trainer.attach.remote(manifests)), left)
+            info = await self._prepare(engine, trainer, max(1.0, timeout_s - (time.monotonic() - start)))
+        except asyncio.TimeoutError:
+            _kill(engine, trainer)
+            remove_placement_group(group)
+            raise TimeoutError(
+                f"base {request.name!r}: engine and trainer were placed but not ready within {timeout_s:g} s; "
+                "raise ready_timeout_s, or look at the engine's log in Ray's session folder"
+            ) from None
         except BaseException:
             _kill(engine, trainer)
             remove_placement_group(group)
@@ -158,6 +162,16 @@ class EnginePool:
         took = time.monotonic() - start
         logger.info("base %s: engine and trainer ready in %.1f s", request.name, took)
         return Base(request, group, engine, trainer, info, took)
+
+    async def _prepare(self, engine: Any, trainer: Any, timeout_s: float) -> EngineInfo:
+        """Wait for both processes and let the trainer map the engine's weights."""
+
+        async def steps() -> EngineInfo:
+            info = await engine.ready.remote()
+            await trainer.attach.remote(await engine.export_weights.remote())
+            return info
+
+        return await asyncio.wait_for(steps(), timeout_s)
 
     async def _alive(self, base: Base) -> bool:
         try:

@@ -28,14 +28,15 @@ def w8a16_linear(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """(x codes^T) * scale (+ bias), accumulated in fp32. Differentiable in x.
+    """(x codes^T) * scale (+ bias), accumulated in fp32. Differentiable in x (codes and scales are constants).
 
     x_MK: [..., K], fp32, bf16 or fp16. codes_NK: [N, K] float8_e4m3fn (any strides). scale_N: [N] or [N, 1] fp32, or one value.
     Returns [..., N] in `out_dtype` (None: the dtype of x). Ask for fp32 to add a LoRA delta before the only rounding.
     """
-    y_MN = F.linear(x_MK.to(ACCUMULATE_DTYPE), codes_NK.to(ACCUMULATE_DTYPE)) * scale_N.reshape(-1).to(ACCUMULATE_DTYPE)
+    y_MN = F.linear(x_MK.to(ACCUMULATE_DTYPE), codes_NK.to(ACCUMULATE_DTYPE))
+    y_MN = y_MN.mul_(scale_N.reshape(-1).to(ACCUMULATE_DTYPE))  # in place: a GEMM's backward does not need its output
     if bias_N is not None:
-        y_MN = y_MN + bias_N.to(ACCUMULATE_DTYPE)
+        y_MN = y_MN.add_(bias_N.to(ACCUMULATE_DTYPE))
     return y_MN.to(out_dtype or x_MK.dtype)
 
 

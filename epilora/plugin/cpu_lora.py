@@ -5,7 +5,8 @@
 Stock vLLM 0.28 gathers one copy of A and B per token ([M, N, R] elements) and reads index -1 as the last slot, so that base rows
 batched with adapter rows get an adapter. Here rows without an adapter are in no group and stay as they are.
 
-Legend: M tokens, K in features, N out features, R rank, L slots. Sums run in fp32 (`epilora.kernels.cpu_reference`).
+Legend: M tokens, K in features, N out features, R rank, L slots. S slices packed along N. The arithmetic is
+`epilora.kernels.cpu_reference.lora_delta`: sums in fp32, the [M, R] intermediate not rounded.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from epilora.kernels.cpu_reference import lora_delta
+from epilora.kernels.cpu_reference import ACCUMULATE_DTYPE
 
 
 @dataclass(frozen=True)
@@ -45,31 +47,34 @@ def group_rows(token_lora_indices: torch.Tensor) -> RowGroups:
 def add_lora(
     y_MN: torch.Tensor,
     x_MK: torch.Tensor,
-    a_slices: tuple[torch.Tensor, ...],
+    a_LSK: torch.Tensor,
     b_slices: tuple[torch.Tensor, ...],
-    output_slices: tuple[int, ...],
     rows: RowGroups,
     ranks: list[list[int]],
 ) -> None:
     """Add every group's delta to y in place; rows in no group are not written.
 
-    y_MN: [M', N], fp32 or the dtype of x; M' >= rows.num_rows (rows past it are padding). x_MK: [M', K].
-    a_slices, b_slices: per slice [L, 1, R, K] and [L, 1, N_i, R]; output_slices: the N_i, summing to N.
-    ranks: [slice][slot], ranks really used (0: the slot holds nothing for this slice).
+    y_MN: [M', N] fp32, M' >= rows.num_rows (rows past it are padding). x_MK: [M', K], any float dtype.
+    a_LSK: [L, S * R, K], the A of all S slices below one another, so that one GEMM shrinks for all of them.
+    b_slices: per slice [L, 1, N_i, R], the N_i summing to N. ranks: [slice][slot], columns of B in use; 0: nothing there.
     """
+    rank_stride = a_LSK.shape[1] // len(b_slices)
+    x_MK = x_MK.to(ACCUMULATE_DTYPE)
     for slot, group in rows.groups:
-        whole = isinstance(group, slice) and group.start == 0 and group.stop == x_MK.shape[0]
-        x_group = x_MK if whole else x_MK[group]
-        offset = 0
-        for a_LRK, b_LNR, width, slot_ranks in zip(a_slices, b_slices, output_slices, ranks, strict=True):
-            rank = slot_ranks[slot]
+        used = [slot_ranks[slot] for slot_ranks in ranks]
+        if not any(used):
+            continue
+        neighbours = isinstance(group, slice)
+        a_SK = a_LSK[slot, : used[0]] if len(used) == 1 else a_LSK[slot]
+        h_MS = F.linear(x_MK[group], a_SK.to(ACCUMULATE_DTYPE))
+        # Neighbouring rows: B's GEMM adds onto y itself. Scattered rows: their deltas side by side, then one scattered add.
+        target = y_MN[group] if neighbours else y_MN.new_zeros(h_MS.shape[0], y_MN.shape[1])
+        column = 0
+        for index, (b_LNR, rank) in enumerate(zip(b_slices, used, strict=True)):
+            width = b_LNR.shape[2]
             if rank:
-                delta = lora_delta(x_group, a_LRK[slot, 0, :rank], b_LNR[slot, 0, :, :rank], out_dtype=torch.float32)
-                out = y_MN[:, offset : offset + width]
-                if isinstance(group, slice):
-                    out[group] += delta
-                elif out.dtype == torch.float32:
-                    out.index_add_(0, group, delta)
-                else:  # one rounding of the sum, not of the delta and again of the sum
-                    out[group] = (out[group].float() + delta).to(out.dtype)
-            offset += width
+                h_MR = h_MS[:, index * rank_stride : index * rank_stride + rank]
+                target[:, column : column + width].addmm_(h_MR, b_LNR[slot, 0, :, :rank].t().to(ACCUMULATE_DTYPE))
+            column += width
+        if not neighbours:
+            y_MN.index_add_(0, group, target)

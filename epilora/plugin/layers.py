@@ -147,12 +147,18 @@ class EpiloraLinear:
     _epilora_path: LoRAPath | None = None
     _epilora_forward = False  # the stock class runs base_layer.forward instead of its quantisation method
     _epilora_ranks: list[list[int]]  # [slice][slot]
+    _epilora_a: torch.Tensor  # [L, S * R, K], CPU path only
 
     def create_lora_weights(self, max_loras: int, *args: Any, **kwargs: Any) -> None:
         super().create_lora_weights(max_loras, *args, **kwargs)  # type: ignore[misc]
-        self._epilora_ranks = [[0] * max_loras for _ in self.lora_a_stacked]  # type: ignore[attr-defined]
+        self._epilora_ranks = [[0] * max_loras for _ in self.lora_a_stacked]  # type: ignore[has-type]
         self._epilora_path = _decide(self)  # type: ignore[arg-type]
         self._epilora_forward = _runs_base_forward(self)
+        if self._epilora_path is LoRAPath.CPU:
+            # One buffer for the A of all slices; vLLM's tuple becomes views of it.
+            self._epilora_a = torch.cat([a_LRK[:, 0] for a_LRK in self.lora_a_stacked], dim=1)  # type: ignore[has-type]
+            widths = [a_LRK.shape[2] for a_LRK in self.lora_a_stacked]  # type: ignore[has-type]
+            self.lora_a_stacked = tuple(part.unsqueeze(1) for part in self._epilora_a.split(widths, dim=1))
 
     def reset_lora(self, index: int) -> None:
         super().reset_lora(index)  # type: ignore[misc]
@@ -185,10 +191,9 @@ class EpiloraLinear:
                 CALLS["base_other"] += 1
         rows = batch_rows(self.punica_wrapper, x.shape[:-1].numel())  # type: ignore[attr-defined]
         if rows.groups:
+            y = y.to(ACCUMULATE_DTYPE)  # rows without an adapter come back from it unchanged
             y_MN, x_MK = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-            add_lora(
-                y_MN, x_MK, self.lora_a_stacked, self.lora_b_stacked, self.output_slices, rows, self._epilora_ranks
-            )  # type: ignore[attr-defined]
+            add_lora(y_MN, x_MK, self._epilora_a, self.lora_b_stacked, rows, self._epilora_ranks)  # type: ignore[attr-defined]
         return y.to(x.dtype)
 
 

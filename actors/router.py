@@ -164,7 +164,7 @@ app = FastAPI(title="EpiLoRA", openapi_url=None)
 @serve.deployment(
     name="CoServingRouter",
     max_ongoing_requests=8192,
-    ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}},
+    ray_actor_options={"num_cpus": 0},
     graceful_shutdown_timeout_s=10,
     logging_config={"enable_access_log": False},
 )

@@ -192,6 +192,7 @@ class _Job:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     queued_s: float = 0.0
+    unfinished: set[str] = field(default_factory=set)
 
     @property
     def adapter_name(self) -> str:
@@ -583,7 +584,7 @@ class ServingCore:
             finally:
                 engine.running -= 1
                 if not done:
-                    self._abort(engine, job)
+                    self._abort(engine, job, [request.request_id for request in job.requests])
 
     async def _again(self, job: _Job, engine: _Engine, err: Exception, attempt: int) -> None:
         """Prepare a new attempt after the engine let the version go, or died; raise if there have been enough."""
@@ -614,7 +615,7 @@ class ServingCore:
             if isinstance(first[1], Exception):
                 raise first[1]
         except BaseException:
-            self._stop(tasks)
+            self._stop(job, tasks)
             raise
         events = self._events(job, queue, len(tasks), first)
         stream = EventStream(events, lambda: self._end_stream(job, tasks))
@@ -624,7 +625,7 @@ class ServingCore:
         """Once per stream, however it ended: stop the engine requests that still run, settle, count."""
         if job.lease.released:
             return
-        self._stop(tasks)
+        self._stop(job, tasks)
         choices = len(tasks)
         tpot = None
         if job.first_s is not None and job.last_s is not None and job.completion_tokens > choices:
@@ -637,20 +638,21 @@ class ServingCore:
         """Move one choice's chunks into the queue, then None or the error. A stream that began is not begun again."""
         request, sent, attempt = job.requests[index], False, 0
         while True:
-            engine, done, last = job.engine, False, None
+            engine, last = job.engine, None
             engine.running += 1
+            job.unfinished.add(request.request_id)
             try:
                 async with aclosing(engine.port.stream(request)) as stream:
                     async for chunk in stream:
                         sent, last = True, chunk.finish_reason
                         queue.put_nowait((index, chunk))
-                done = True
                 if last is None:
                     raise EngineGone("the engine's stream ended without a reason")
+                job.unfinished.discard(request.request_id)
                 queue.put_nowait((index, None))
                 return
             except (AdapterNotFound, EngineGone) as err:
-                done = True
+                job.unfinished.discard(request.request_id)
                 attempt += 1
                 try:
                     if sent:
@@ -661,17 +663,18 @@ class ServingCore:
                     queue.put_nowait((index, final))
                     return
             except Exception as err:
-                done = True
                 queue.put_nowait((index, err))
                 return
             finally:
                 engine.running -= 1
-                if not done:
-                    self._abort(engine, job, index)
 
-    def _stop(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+    def _stop(self, job: _Job, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Stop reading; what has not finished in the engine is aborted there."""
         for task in tasks:
             task.cancel()
+        if job.unfinished:
+            self._abort(job.engine, job, sorted(job.unfinished))
+            job.unfinished.clear()
 
     async def _events(
         self, job: _Job, queue: asyncio.Queue[Any], choices: int, first: tuple[int, Any]
@@ -723,15 +726,14 @@ class ServingCore:
         job.lease.settle(job.prompt_tokens + job.completion_tokens)
         self.metrics.tokens(job.tenant.name, job.adapter_name, job.prompt_tokens, job.completion_tokens)
 
-    def _abort(self, engine: _Engine, job: _Job, index: int | None = None) -> None:
-        """Tell the engine in the background that nobody reads this any more."""
-        requests = job.requests if index is None else [job.requests[index]]
+    def _abort(self, engine: _Engine, job: _Job, request_ids: Sequence[str]) -> None:
+        """Tell the engine in the background that nobody reads these any more."""
 
         async def abort() -> None:
             try:
-                await asyncio.wait_for(engine.port.abort([request.request_id for request in requests]), 10.0)
-            except (EngineGone, TimeoutError) as err:
-                logger.warning("could not abort %s: %s", job.identity.id, err)
+                await asyncio.wait_for(engine.port.abort(request_ids), 10.0)
+            except Exception as err:
+                logger.warning("could not abort %s in engine %s: %s", job.identity.id, engine.port.name, err)
 
         task = asyncio.get_running_loop().create_task(abort())
         self._background.add(task)

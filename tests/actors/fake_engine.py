@@ -95,7 +95,7 @@ class PlainFakeEngine:
         prompt = tuple(request.prompt.encode()) if isinstance(request.prompt, str) else tuple(request.prompt)
         if len(prompt) + request.sampling.max_tokens > CONTEXT:
             raise PromptTooLong(
-                f"prompt of {len(prompt)} tokens and {request.sampling.max_tokens} new ones exceed the context of {CONTEXT}"
+                f"{len(prompt)} prompt tokens + {request.sampling.max_tokens} new ones exceed {CONTEXT}"
             )
         if any(token >= 50_000 for token in prompt):
             raise ValueError("token id out of vocabulary")

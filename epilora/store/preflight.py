@@ -391,17 +391,14 @@ def _check_targets(
     """What the config targets and what the file holds must be the same modules."""
     targets = config.get("target_modules")
     matches = _matcher("target_modules", targets)
-    layers = config.get("layers_to_transform")
-    layers = {layers} if type(layers) is int else set(layers) if isinstance(layers, list) and layers else None
-    if layers is not None and not all(type(layer) is int for layer in layers):
-        raise AdapterRejected(f"layers_to_transform={_short(sorted(map(str, layers)))}; allowed are layer numbers")
+    layers, layer_of = _layers(config)
 
     def wanted(module: str) -> bool:
         if module in excluded or not matches(module):
             return False
         if layers is None or isinstance(targets, str):
             return True
-        index = re.search(r"\.(\d+)\.", f".{module}")
+        index = layer_of.match(module)
         return index is not None and int(index[1]) in layers
 
     for module in covered:
@@ -417,6 +414,25 @@ def _check_targets(
             f"module {lacking[0]}: the config targets it but the file has no tensors for it"
             f" ({len(lacking)} such modules; {len(has)} are covered)"
         )
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[set[int] | None, re.Pattern[str]]:
+    """The layer numbers `layers_to_transform` selects (None: all) and how a module's number is found, as PEFT does."""
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        chosen = None
+    elif type(layers) is int:
+        chosen = {layers}
+    elif isinstance(layers, list) and all(type(layer) is int for layer in layers):
+        chosen = set(layers)
+    else:
+        raise AdapterRejected(f"layers_to_transform={_short(layers)}; allowed are layer numbers")
+    names = config.get("layers_pattern") or []
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise AdapterRejected(f"layers_pattern={_short(names)}; allowed are names such as 'layers'")
+    before = f"(?:{'|'.join(names)})" if names else r"[^.]*"
+    return chosen, re.compile(rf"(?:.*?\.)?{before}\.(\d+)\.")
 
 
 def _short(value: Any, limit: int = 80) -> str:

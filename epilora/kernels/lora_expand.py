@@ -36,7 +36,7 @@ from .quantize import quantize_ref, quantize_row
 from .tiles import INTERPRETED, MAX_SLICES
 
 MAX_RANK = 256
-_SHARED_BYTES = 227 * 1024  # a Hopper block's limit; Ada's is 99 KiB, see `is_legal_shrink`
+HOPPER_SHARED_BYTES = 227 * 1024  # a block's limit on compute capability 9.0 and 10.0; 99 KiB on 8.9 and 12.0
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
@@ -62,7 +62,9 @@ def group_tokens(token_lora_indices: torch.Tensor, num_slots: int) -> TokenGroup
     token_lora_indices: [M] integer, slot per token, -1 for none. num_slots: L. An empty batch gives all-inactive groups.
     Raises ValueError for a slot outside [-1, L).
     """
-    if token_lora_indices.numel() and not (-1 <= int(token_lora_indices.min()) and int(token_lora_indices.max()) < num_slots):
+    if token_lora_indices.numel() and not (
+        -1 <= int(token_lora_indices.min()) and int(token_lora_indices.max()) < num_slots
+    ):
         raise ValueError(
             f"group_tokens: slots span [{int(token_lora_indices.min())}, {int(token_lora_indices.max())}]; allowed: -1 to {num_slots - 1}"
         )
@@ -132,7 +134,9 @@ def lora_expand_add_ref(
 
 
 @triton.jit
-def _tile_of_group(pid_m, active_ptr, counts_ptr, starts_ptr, num_entries, num_slots, BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr):
+def _tile_of_group(
+    pid_m, active_ptr, counts_ptr, starts_ptr, num_entries, num_slots, BLOCK_M: tl.constexpr, ENTRIES: tl.constexpr
+):
     """(slot or -1, first position in the sorted list, rows left) of row tile `pid_m`; every group begins a new tile."""
     offs = tl.arange(0, ENTRIES)
     inside = offs < num_entries
@@ -201,7 +205,9 @@ def _lora_shrink_grouped_kernel(
     pid_k = (pid // columns) % SPLIT_K
     pid_m = pid // (columns * SPLIT_K)
     slice_id = pid_c // num_r
-    slot, first, left = _tile_of_group(pid_m, active_ptr, counts_ptr, starts_ptr, num_entries, num_slots, BLOCK_M, ENTRIES)
+    slot, first, left = _tile_of_group(
+        pid_m, active_ptr, counts_ptr, starts_ptr, num_entries, num_slots, BLOCK_M, ENTRIES
+    )
     if slot < 0:
         return
     offs_m = tl.arange(0, BLOCK_M)
@@ -225,7 +231,9 @@ def _lora_shrink_grouped_kernel(
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     k_from = pid_k * steps * BLOCK_K
     x_tile = x_ptr + row[:, None] * stride_xm + (k_from + offs_k)[None, :]  # [BLOCK_M, BLOCK_K]
-    a_tile = a_ptr + slot.to(tl.int64) * stride_al + offs_r[None, :] * stride_ar + (k_from + offs_k)[:, None]  # [BLOCK_K, BLOCK_R]
+    a_tile = (
+        a_ptr + slot.to(tl.int64) * stride_al + offs_r[None, :] * stride_ar + (k_from + offs_k)[:, None]
+    )  # [BLOCK_K, BLOCK_R]
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for step in range(0, steps):
         if EVEN:
@@ -296,7 +304,9 @@ def _lora_expand_add_kernel(
     pid = tl.program_id(0)
     pid_n = pid % columns
     pid_m = pid // columns
-    slot, first, left = _tile_of_group(pid_m, active_ptr, counts_ptr, starts_ptr, num_entries, num_slots, BLOCK_M, ENTRIES)
+    slot, first, left = _tile_of_group(
+        pid_m, active_ptr, counts_ptr, starts_ptr, num_entries, num_slots, BLOCK_M, ENTRIES
+    )
     if slot < 0:
         return
     # The column tile's slice: index, tiles before it, width, first column of y.
@@ -358,7 +368,9 @@ def _lora_expand_add_kernel(
             b = tl.load(b_slot + n[:, None].to(tl.int64) * R + offs_r[None, :])  # [BLOCK_N, BLOCK_R]
             mask_y = mask_m[:, None]
         else:
-            b = tl.load(b_slot + n[:, None].to(tl.int64) * R + offs_r[None, :], mask=(n < width)[:, None] & mask_r, other=0.0)
+            b = tl.load(
+                b_slot + n[:, None].to(tl.int64) * R + offs_r[None, :], mask=(n < width)[:, None] & mask_r, other=0.0
+            )
             mask_y = mask_m[:, None] & (n < width)[None, :]
         delta = tl.dot(h, tl.trans(b.to(h.dtype)), input_precision="ieee")
         if B_SCALED:
@@ -398,16 +410,27 @@ class ExpandConfig:
     num_stages: int = 1
 
 
-def is_legal_shrink(config: ShrinkConfig, K: int, R: int, element_bytes: int = 2, shared_bytes: int = _SHARED_BYTES) -> bool:
+def is_legal_shrink(
+    config: ShrinkConfig, K: int, R: int, element_bytes: int = 2, shared_bytes: int = HOPPER_SHARED_BYTES
+) -> bool:
     """Whether the shrink compiles and covers K: powers of two, no empty split, operand tiles within shared memory."""
-    powers = all(v >= 1 and v & (v - 1) == 0 for v in (config.block_m, config.block_r, config.block_k, config.num_warps))
+    powers = all(
+        v >= 1 and v & (v - 1) == 0 for v in (config.block_m, config.block_r, config.block_k, config.num_warps)
+    )
     steps = triton.cdiv(triton.cdiv(K, config.block_k), config.split_k)
     covered = steps * config.block_k * (config.split_k - 1) < K
     shared = config.num_stages * (config.block_m + config.block_r) * config.block_k * element_bytes
-    return powers and covered and config.block_m >= 16 and 16 <= config.block_r <= 256 and config.block_k >= 32 and shared <= shared_bytes
+    return (
+        powers
+        and covered
+        and config.block_m >= 16
+        and 16 <= config.block_r <= 256
+        and config.block_k >= 32
+        and shared <= shared_bytes
+    )
 
 
-def is_legal_expand(config: ExpandConfig, R: int, shared_bytes: int = _SHARED_BYTES) -> bool:
+def is_legal_expand(config: ExpandConfig, R: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> bool:
     """Whether the expand compiles without certain spills: fp32 tile plus operands within 160 registers a thread."""
     powers = all(v >= 1 and v & (v - 1) == 0 for v in (config.block_m, config.block_n, config.num_warps))
     threads = config.num_warps * 32
@@ -475,12 +498,20 @@ def _check_adapter(kernel: str, name: str, operands: Sequence[Operand], x: torch
                 f"{first.format.value} with {first.values.shape[0]}"
             )
         if operand.format is Format.FP8_E4M3:
-            if operand.axis is not ScaleAxis.CHANNEL or operand.scales is None or operand.scales.numel() != values[..., 0].numel():
-                raise ValueError(f"{where} needs one scale a row (axis channel, fp32 [{values.shape[0]}, {values.shape[1]}])")
+            if (
+                operand.axis is not ScaleAxis.CHANNEL
+                or operand.scales is None
+                or operand.scales.numel() != values[..., 0].numel()
+            ):
+                raise ValueError(
+                    f"{where} needs one scale a row (axis channel, fp32 [{values.shape[0]}, {values.shape[1]}])"
+                )
             if operand.scales.dtype != torch.float32 or not operand.scales.is_contiguous():
                 raise ValueError(f"{where} scales are {operand.scales.dtype}; allowed: contiguous float32")
         elif values.dtype != x.dtype:
-            raise TypeError(f"{where} is {values.dtype}; allowed: the tokens' dtype {x.dtype}, or float8_e4m3fn with row scales")
+            raise TypeError(
+                f"{where} is {values.dtype}; allowed: the tokens' dtype {x.dtype}, or float8_e4m3fn with row scales"
+            )
 
 
 def _check_groups(kernel: str, groups: TokenGroups, M: int, L: int, device: torch.device) -> None:
@@ -488,19 +519,32 @@ def _check_groups(kernel: str, groups: TokenGroups, M: int, L: int, device: torc
     for name, least in wanted.items():
         array = getattr(groups, name)
         if array.dtype != torch.int32 or array.dim() != 1 or array.stride(0) != 1 or array.device != device:
-            raise ValueError(f"{kernel}: groups.{name} is {array.dtype} {tuple(array.shape)} on {array.device}; allowed: int32 [n] on {device}")
+            raise ValueError(
+                f"{kernel}: groups.{name} is {array.dtype} {tuple(array.shape)} on {array.device}; allowed: int32 [n] on {device}"
+            )
         if array.numel() < least:
             raise ValueError(f"{kernel}: groups.{name} has {array.numel()} entries; at least {least} for M={M}, L={L}")
 
 
 def _check_tokens(kernel: str, name: str, tensor: torch.Tensor, implementation: Implementation) -> None:
     if implementation is Implementation.CUDA:
-        raise UnsupportedKernel(f"{kernel}: implementation=cuda asked, but it has no CUDA C++ form; allowed: triton, interpreter, reference")
+        raise UnsupportedKernel(
+            f"{kernel}: implementation=cuda asked, but it has no CUDA C++ form; allowed: triton, interpreter, reference"
+        )
     allowed = _SIXTEEN_BIT if implementation is Implementation.TRITON else (*_SIXTEEN_BIT, torch.float32)
     if tensor.dtype not in allowed:
         raise TypeError(f"{kernel}: {name} is {tensor.dtype}; allowed: {', '.join(str(d) for d in allowed)}")
     if tensor.dim() != 2 or tensor.stride(1) != 1:
-        raise ValueError(f"{kernel}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; allowed: 2-D with contiguous rows")
+        raise ValueError(
+            f"{kernel}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; allowed: 2-D with contiguous rows"
+        )
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory a block may use on `device` (a Hopper block's where kernels are interpreted)."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -539,26 +583,44 @@ def lora_shrink_grouped(
     L, R, a_k = lora_a[0].values.shape
     for s, a in enumerate(lora_a):
         if tuple(a.values.shape) != (L, R, K):
-            raise ValueError(f"{name}: lora_a[{s}] has shape {tuple(a.values.shape)}; allowed: {(L, R, K)} for x {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: lora_a[{s}] has shape {tuple(a.values.shape)}; allowed: {(L, R, K)} for x {tuple(x.shape)}"
+            )
     if not 1 <= R <= MAX_RANK:
         raise ValueError(f"{name}: rank={R} not supported; allowed: 1 to {MAX_RANK}")
     _check_groups(name, groups, M, L, x.device)
     S = len(lora_a)
     config = config or shrink_config_for(M, S, K, R, L)
-    if not is_legal_shrink(config, K, R, x.element_size()):
+    if not is_legal_shrink(config, K, R, x.element_size(), shared_limit(x.device)):
         raise ValueError(f"{name}: {config} is not legal for K={K}, R={R}; see is_legal_shrink")
     dtype = x.dtype if config.split_k == 1 else torch.float32
     shape = (config.split_k, M, S, R)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=x.device)
     elif tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device != x.device:
-        raise ValueError(f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; allowed: contiguous {dtype} {shape} on {x.device}")
+        raise ValueError(
+            f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; allowed: contiguous {dtype} {shape} on {x.device}"
+        )
     if quantize_to is not None:
         codes, x_scale = quantize_to
-        if codes.shape != x.shape or codes.dtype != torch.float8_e4m3fn or not codes.is_contiguous() or codes.device != x.device:
-            raise ValueError(f"{name}: quantize_to[0] is {codes.dtype} {tuple(codes.shape)}; allowed: contiguous float8_e4m3fn {(M, K)} on {x.device}")
-        if x_scale.numel() != M or x_scale.dtype != torch.float32 or not x_scale.is_contiguous() or x_scale.device != x.device:
-            raise ValueError(f"{name}: quantize_to[1] is {x_scale.dtype} {tuple(x_scale.shape)}; allowed: contiguous float32, {M} values on {x.device}")
+        if (
+            codes.shape != x.shape
+            or codes.dtype != torch.float8_e4m3fn
+            or not codes.is_contiguous()
+            or codes.device != x.device
+        ):
+            raise ValueError(
+                f"{name}: quantize_to[0] is {codes.dtype} {tuple(codes.shape)}; allowed: contiguous float8_e4m3fn {(M, K)} on {x.device}"
+            )
+        if (
+            x_scale.numel() != M
+            or x_scale.dtype != torch.float32
+            or not x_scale.is_contiguous()
+            or x_scale.device != x.device
+        ):
+            raise ValueError(
+                f"{name}: quantize_to[1] is {x_scale.dtype} {tuple(x_scale.shape)}; allowed: contiguous float32, {M} values on {x.device}"
+            )
     if M == 0:
         return out
     if picked is Implementation.REFERENCE:
@@ -642,16 +704,20 @@ def lora_expand_add(
     if not 1 <= R <= MAX_RANK:
         raise ValueError(f"{name}: rank={R} not supported; allowed: 1 to {MAX_RANK}")
     if h.dim() != 4 or tuple(h.shape[1:]) != (M, S, R) or not h.is_contiguous() or h.device != y.device:
-        raise ValueError(f"{name}: h is {tuple(h.shape)} on {h.device}; allowed: contiguous [split_k, {M}, {S}, {R}] on {y.device}")
+        raise ValueError(
+            f"{name}: h is {tuple(h.shape)} on {h.device}; allowed: contiguous [split_k, {M}, {S}, {R}] on {y.device}"
+        )
     split_k = h.shape[0]
     if h.dtype != (y.dtype if split_k == 1 else torch.float32):
         raise TypeError(f"{name}: h is {h.dtype} with split_k={split_k}; allowed: {y.dtype} for 1, float32 above")
     _check_groups(name, groups, M, L, y.device)
     config = config or expand_config_for(M, S, N, R, L)
-    if not is_legal_expand(config, R):
+    if not is_legal_expand(config, R, shared_limit(y.device)):
         raise ValueError(f"{name}: {config} is not legal for R={R}; see is_legal_expand")
     if use_pdl and picked is Implementation.TRITON and torch.cuda.get_device_capability(y.device)[0] < 9:
-        raise ValueError(f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(y.device)}; allowed: 9.0 or more")
+        raise ValueError(
+            f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(y.device)}; allowed: 9.0 or more"
+        )
     if M == 0:
         return y
     if picked is Implementation.REFERENCE:

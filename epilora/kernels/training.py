@@ -32,7 +32,7 @@ import triton.language as tl
 from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
 from .dispatch import Implementation, choose
-from .lora_expand import MAX_RANK, _check_tokens, _padded
+from .lora_expand import HOPPER_SHARED_BYTES, MAX_RANK, _check_tokens, shared_limit
 from .w8a16 import LoraTerm, W8A16Config, _check_weight, _widen, w8a16_gemm, w8a16_gemm_ref
 
 PANEL_BYTES = 64 * 2**20  # of widened 16-bit values at a time
@@ -142,7 +142,9 @@ def _train_dx_kernel(
     mask_m = offs_m < M
     mask_k = offs_k < K
     if not TMA:
-        g_tile = g_ptr + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * stride_gm + offs_n[None, :]  # [BLOCK_M, BLOCK_N]
+        g_tile = (
+            g_ptr + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * stride_gm + offs_n[None, :]
+        )  # [BLOCK_M, BLOCK_N]
         k_column = offs_k if EVEN_K else tl.minimum(offs_k, K - 1)
         w_tile = w_ptr + offs_n.to(tl.int64)[:, None] * K + k_column[None, :]  # [BLOCK_N, BLOCK_K]
         step_w = BLOCK_N * K.to(tl.int64)
@@ -180,8 +182,16 @@ def _train_dx_kernel(
         acc = acc * tl.load(ws_ptr)
     for w_from in tl.static_range(0, WIDTH, BLOCK_W):  # dh A, [BLOCK_M, WIDTH] x [WIDTH, BLOCK_K]
         offs_w = w_from + tl.arange(0, BLOCK_W)
-        dh = tl.load(dh_ptr + offs_m.to(tl.int64)[:, None] * WIDTH + offs_w[None, :], mask=mask_m[:, None] & (offs_w < WIDTH)[None, :], other=0.0)
-        a = tl.load(a_ptr + offs_w.to(tl.int64)[:, None] * K + offs_k[None, :], mask=(offs_w < WIDTH)[:, None] & mask_k[None, :], other=0.0)
+        dh = tl.load(
+            dh_ptr + offs_m.to(tl.int64)[:, None] * WIDTH + offs_w[None, :],
+            mask=mask_m[:, None] & (offs_w < WIDTH)[None, :],
+            other=0.0,
+        )
+        a = tl.load(
+            a_ptr + offs_w.to(tl.int64)[:, None] * K + offs_k[None, :],
+            mask=(offs_w < WIDTH)[:, None] & mask_k[None, :],
+            other=0.0,
+        )
         if SWAP:
             acc = tl.dot(tl.trans(a), tl.trans(dh), acc, input_precision="ieee")
         else:
@@ -219,7 +229,7 @@ def _widen_panel_kernel(
 # ---- launch configurations --------------------------------------------------------------------------------------------------
 
 
-def is_legal_dx(config: DxConfig, N: int, K: int, shared_bytes: int = 227 * 1024) -> bool:
+def is_legal_dx(config: DxConfig, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> bool:
     """Whether the tiles are powers of two, fit shared memory and keep the fp32 tile within 192 registers a thread."""
     sizes = (config.block_m, config.block_k, config.block_n, config.num_warps)
     powers = all(v >= 1 and v & (v - 1) == 0 for v in sizes)
@@ -232,10 +242,12 @@ def is_legal_dx(config: DxConfig, N: int, K: int, shared_bytes: int = 227 * 1024
     return shared <= shared_bytes and config.block_m * config.block_k // (config.num_warps * 32) <= 192 and tma
 
 
-def dx_config_for(M: int, N: int, K: int) -> DxConfig:
-    """Default tiles: wide for many tokens, narrow where a wide tile would be mostly padding."""
+def dx_config_for(M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> DxConfig:
+    """Default tiles: wide for many tokens, narrow where a wide tile would be mostly padding or would not fit."""
     if M <= 128:
         return DxConfig(64, 128, 64, num_warps=4, num_stages=3)
+    if shared_bytes < HOPPER_SHARED_BYTES:
+        return DxConfig(64, 128, 64, num_warps=8, num_stages=2)
     return DxConfig(128, 256, 64, num_warps=8, num_stages=3)
 
 
@@ -247,7 +259,9 @@ def _check_mode(name: str, mode: str) -> None:
         raise ValueError(f"{name}: mode={mode!r} is unknown; allowed: {', '.join(MODES)}")
 
 
-def _check_pair(name: str, x: torch.Tensor, lora_a: Sequence[torch.Tensor], lora_b: Sequence[torch.Tensor], N: int, K: int) -> int:
+def _check_pair(
+    name: str, x: torch.Tensor, lora_a: Sequence[torch.Tensor], lora_b: Sequence[torch.Tensor], N: int, K: int
+) -> int:
     """Checks one adapter's matrices; returns its rank (0: no adapter)."""
     if len(lora_a) != len(lora_b) or len(lora_a) > 4:
         raise ValueError(f"{name}: {len(lora_a)} lora_a and {len(lora_b)} lora_b; allowed: equal numbers, 0 to 4")
@@ -263,7 +277,9 @@ def _check_pair(name: str, x: torch.Tensor, lora_a: Sequence[torch.Tensor], lora
                     f"allowed: contiguous {x.dtype} {f'({R}, {K})' if which == 'lora_a' else f'[N_s, {R}]'} on {x.device}"
                 )
     if sum(b.shape[0] for b in lora_b) != N or not 1 <= R <= MAX_RANK:
-        raise ValueError(f"{name}: lora_b widths {[b.shape[0] for b in lora_b]}, rank {R}; allowed: widths that sum to {N}, rank 1 to {MAX_RANK}")
+        raise ValueError(
+            f"{name}: lora_b widths {[b.shape[0] for b in lora_b]}, rank {R}; allowed: widths that sum to {N}, rank 1 to {MAX_RANK}"
+        )
     return R
 
 
@@ -282,7 +298,17 @@ def widen_panel(weight: Operand, rows: slice, columns: slice, out: torch.Tensor)
     scales = weight.scales.reshape(-1)[rows] if channel else weight.scales
     grid = (triton.cdiv(k, 512), triton.cdiv(n, 16))
     _widen_panel_kernel[grid](
-        codes, scales, out, n, k, codes.stride(0), CHANNEL=channel, BLOCK_N=16, BLOCK_K=512, EVEN=n % 16 == 0 and k % 512 == 0, num_warps=4
+        codes,
+        scales,
+        out,
+        n,
+        k,
+        codes.stride(0),
+        CHANNEL=channel,
+        BLOCK_N=16,
+        BLOCK_K=512,
+        EVEN=n % 16 == 0 and k % 512 == 0,
+        num_warps=4,
     )
     return out
 
@@ -327,7 +353,9 @@ def train_forward(
     M, K = x.shape
     N = weight.values.shape[0]
     if weight.values.shape[1] != K:
-        raise ValueError(f"{name}: weight {tuple(weight.values.shape)} does not fit x {tuple(x.shape)}; allowed: [N, {K}]")
+        raise ValueError(
+            f"{name}: weight {tuple(weight.values.shape)} does not fit x {tuple(x.shape)}; allowed: [N, {K}]"
+        )
     R = _check_pair(name, x, lora_a, lora_b, N, K)
     S = len(lora_a)
     h = x @ torch.cat(list(lora_a)).t() if R else None  # [M, S * R]
@@ -373,7 +401,9 @@ def train_dx(
     M, N = dy.shape
     K = weight.values.shape[1]
     if weight.values.shape[0] != N:
-        raise ValueError(f"{name}: weight {tuple(weight.values.shape)} does not fit dy {tuple(dy.shape)}; allowed: [{N}, K]")
+        raise ValueError(
+            f"{name}: weight {tuple(weight.values.shape)} does not fit dy {tuple(dy.shape)}; allowed: [{N}, K]"
+        )
     R = _check_pair(name, dy, lora_a, lora_b, N, K)
     dh = None
     if R:
@@ -395,8 +425,9 @@ def train_dx(
         if dh is not None:
             dx.addmm_(dh, torch.cat(list(lora_a)))
         return dx, dh
-    config = config or dx_config_for(M, N, K)
-    if not is_legal_dx(config, N, K):
+    shared = shared_limit(dy.device)
+    config = config or dx_config_for(M, N, K, shared)
+    if not is_legal_dx(config, N, K, shared):
         raise ValueError(f"{name}: {config} is not legal for N={N}, K={K}; see is_legal_dx")
     codes, gradient = weight.values, dy
     if config.use_tma:
@@ -444,7 +475,13 @@ def lora_grads(
     x's dtype. M = 0 gives zeros. Raises ValueError for shapes that do not fit.
     """
     S = len(widths)
-    if S == 0 or h.shape != dh.shape or h.shape[1] % S or sum(widths) != dy.shape[1] or not x.shape[0] == dy.shape[0] == h.shape[0]:
+    if (
+        S == 0
+        or h.shape != dh.shape
+        or h.shape[1] % S
+        or sum(widths) != dy.shape[1]
+        or not x.shape[0] == dy.shape[0] == h.shape[0]
+    ):
         raise ValueError(
             f"lora_grads: x {tuple(x.shape)}, dy {tuple(dy.shape)}, h {tuple(h.shape)}, dh {tuple(dh.shape)}, widths {list(widths)} do not fit; "
             "allowed: equal rows, h and dh [M, S * R], widths that sum to dy's columns"

@@ -34,7 +34,17 @@ from ..errors import UnsupportedKernel
 from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
 from .dispatch import Implementation, choose
-from .lora_expand import MAX_RANK, TokenGroups, _check_adapter, _check_groups, _check_tokens, _padded, _real
+from .lora_expand import (
+    HOPPER_SHARED_BYTES,
+    MAX_RANK,
+    TokenGroups,
+    _check_adapter,
+    _check_groups,
+    _check_tokens,
+    _padded,
+    _real,
+    shared_limit,
+)
 
 MAX_SPLIT_K = 8
 _COUNTERS = 8192  # output tiles a split-K launch may have
@@ -74,7 +84,9 @@ class W8A16Config:
     use_tma: bool = False
 
 
-def w8a16_gemm_ref(x: torch.Tensor, weight: Operand, *, bias: torch.Tensor | None = None, lora: LoraTerm | None = None) -> torch.Tensor:
+def w8a16_gemm_ref(
+    x: torch.Tensor, weight: Operand, *, bias: torch.Tensor | None = None, lora: LoraTerm | None = None
+) -> torch.Tensor:
     """The formula above in plain torch: [M, N] fp32. h is rounded once to x's dtype, as the kernel does."""
     codes = weight.values.float()
     y = x.float() @ codes.t()
@@ -128,7 +140,11 @@ def _add_slice(
         h += tl.load(h_tile + part * stride_part, mask=mask_h, other=0.0)
     h = h.to(dtype)
     b_row = slot * width + n
-    b = tl.load(b_ptr + b_row.to(tl.int64)[:, None] * R + offs_r[None, :], mask=mask_n[:, None] & (offs_r < R)[None, :], other=0.0)
+    b = tl.load(
+        b_ptr + b_row.to(tl.int64)[:, None] * R + offs_r[None, :],
+        mask=mask_n[:, None] & (offs_r < R)[None, :],
+        other=0.0,
+    )
     if SCALED:
         scale = tl.load(bs_ptr + b_row, mask=mask_n, other=0.0)
         b = _widen(b, dtype)
@@ -223,7 +239,9 @@ def _w8a16_kernel(
         if PREFETCH > 0 and not TMA:
             lines = tl.arange(0, PREFETCH) * 128
             line = w_ptr + w_row.to(tl.int64)[:, None] * K + (k_from + lines)[None, :]
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+            )
         tl.extra.cuda.gdc_wait()
     x_row = offs_m if BLOCK_M <= 64 else tl.minimum(offs_m, M - 1)  # wide tiles: clamped rows cost no mask
     x_tile = x_ptr + x_row.to(tl.int64)[:, None] * stride_xm + (k_from + offs_k)[None, :]  # [BLOCK_M, BLOCK_K]
@@ -339,9 +357,12 @@ def _w8a16_kernel(
 # ---- launch configurations --------------------------------------------------------------------------------------------------
 
 
-def is_legal_w8a16(config: W8A16Config, N: int, K: int, shared_bytes: int = 227 * 1024) -> bool:
+def is_legal_w8a16(config: W8A16Config, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> bool:
     """Whether the config covers K, fits shared memory, and keeps the fp32 tile within 192 registers a thread."""
-    powers = all(v >= 1 and v & (v - 1) == 0 for v in (config.block_m, config.block_n, config.block_k, config.num_warps, config.split_k))
+    powers = all(
+        v >= 1 and v & (v - 1) == 0
+        for v in (config.block_m, config.block_n, config.block_k, config.num_warps, config.split_k)
+    )
     if not powers or config.block_k < 32 or config.block_m < 8 or config.block_n < 16 or config.split_k > MAX_SPLIT_K:
         return False
     steps = triton.cdiv(triton.cdiv(K, config.block_k), config.split_k)
@@ -354,7 +375,7 @@ def is_legal_w8a16(config: W8A16Config, N: int, K: int, shared_bytes: int = 227 
     return covered and shared <= shared_bytes and registers <= 192 and tma
 
 
-def w8a16_config_for(M: int, N: int, K: int) -> W8A16Config:
+def w8a16_config_for(M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> W8A16Config:
     """Default tiles on a GPU of about 132 SMs: split K while output tiles are few, wide tiles once tokens are many."""
     if M <= 64:
         block_m = 16 if M <= 16 else 32 if M <= 32 else 64
@@ -362,14 +383,18 @@ def w8a16_config_for(M: int, N: int, K: int) -> W8A16Config:
         while block_k > 32 and block_k > K:
             block_k //= 2
         split_k = 1
-        while split_k < MAX_SPLIT_K and triton.cdiv(N, 64) * split_k < 132 and triton.cdiv(K, block_k) // (split_k * 2) >= 4:
+        while (
+            split_k < MAX_SPLIT_K
+            and triton.cdiv(N, 64) * split_k < 132
+            and triton.cdiv(K, block_k) // (split_k * 2) >= 4
+        ):
             split_k *= 2
         config = W8A16Config(block_m, 64, block_k, True, split_k, 1, 4, 4)
         while not is_legal_w8a16(config, N, K) and split_k > 1:
             split_k //= 2
             config = W8A16Config(block_m, 64, block_k, True, split_k, 1, 4, 4)
         return config
-    if M <= 128:
+    if M <= 128 or shared_bytes < HOPPER_SHARED_BYTES:
         return W8A16Config(128, 64, 64, True, 1, 8, 4, 4)
     return W8A16Config(256, 128, 64, True, 1, 8, 8, 3)
 
@@ -404,8 +429,15 @@ def _check_weight(kernel: str, weight: Operand, device: torch.device) -> None:
             f"{kernel}: weight is {weight.format.value} with axis={weight.axis.value}; allowed: fp8_e4m3 with axis tensor or channel"
         )
     if weight.values.dim() != 2 or not weight.values.is_contiguous():
-        raise ValueError(f"{kernel}: weight has shape {tuple(weight.values.shape)} and strides {weight.values.stride()}; allowed: contiguous [N, K]")
-    if weight.device != device or weight.scales is None or weight.scales.device != device or weight.scales.dtype != torch.float32:
+        raise ValueError(
+            f"{kernel}: weight has shape {tuple(weight.values.shape)} and strides {weight.values.stride()}; allowed: contiguous [N, K]"
+        )
+    if (
+        weight.device != device
+        or weight.scales is None
+        or weight.scales.device != device
+        or weight.scales.dtype != torch.float32
+    ):
         raise ValueError(f"{kernel}: weight is on {weight.device}; allowed: codes and float32 scales on {device}")
 
 
@@ -436,13 +468,19 @@ def w8a16_gemm(
     M, K = x.shape
     N = weight.values.shape[0]
     if weight.values.shape[1] != K:
-        raise ValueError(f"{name}: weight {tuple(weight.values.shape)} does not fit x {tuple(x.shape)}; allowed: [N, {K}]")
+        raise ValueError(
+            f"{name}: weight {tuple(weight.values.shape)} does not fit x {tuple(x.shape)}; allowed: [N, {K}]"
+        )
     if bias is not None and (tuple(bias.shape) != (N,) or bias.dtype != x.dtype or bias.device != x.device):
-        raise ValueError(f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; allowed: {x.dtype} ({N},) on {x.device}")
+        raise ValueError(
+            f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; allowed: {x.dtype} ({N},) on {x.device}"
+        )
     if out is None:
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     elif tuple(out.shape) != (M, N) or out.dtype != x.dtype or out.stride(1) != 1 or out.device != x.device:
-        raise ValueError(f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; allowed: {x.dtype} {(M, N)} on {x.device}")
+        raise ValueError(
+            f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; allowed: {x.dtype} {(M, N)} on {x.device}"
+        )
     widths, R, S, L = [N], 16, 1, 1
     if lora is not None:
         _check_adapter(name, "lora.lora_b", lora.lora_b, x)
@@ -450,20 +488,34 @@ def w8a16_gemm(
         L, _, R = lora.lora_b[0].values.shape
         S = len(widths)
         if sum(widths) != N or any(b.values.shape[2] != R for b in lora.lora_b) or not 1 <= R <= MAX_RANK:
-            raise ValueError(f"{name}: lora.lora_b widths {widths} and rank {R} do not fit; allowed: widths that sum to {N}, equal ranks up to {MAX_RANK}")
+            raise ValueError(
+                f"{name}: lora.lora_b widths {widths} and rank {R} do not fit; allowed: widths that sum to {N}, equal ranks up to {MAX_RANK}"
+            )
         h = lora.h
         if h.dim() != 4 or tuple(h.shape[1:]) != (M, S, R) or not h.is_contiguous() or h.device != x.device:
-            raise ValueError(f"{name}: lora.h is {tuple(h.shape)} on {h.device}; allowed: contiguous [split_k, {M}, {S}, {R}] on {x.device}")
+            raise ValueError(
+                f"{name}: lora.h is {tuple(h.shape)} on {h.device}; allowed: contiguous [split_k, {M}, {S}, {R}] on {x.device}"
+            )
         if h.dtype != (x.dtype if h.shape[0] == 1 else torch.float32):
-            raise TypeError(f"{name}: lora.h is {h.dtype} with split_k={h.shape[0]}; allowed: {x.dtype} for 1, float32 above")
+            raise TypeError(
+                f"{name}: lora.h is {h.dtype} with split_k={h.shape[0]}; allowed: {x.dtype} for 1, float32 above"
+            )
         if lora.slots is not None:
             if lora.groups is None:
                 raise ValueError(f"{name}: lora.slots given without lora.groups; give both, or neither for one adapter")
-            if lora.slots.dtype != torch.int32 or lora.slots.dim() != 1 or lora.slots.numel() < M or lora.slots.device != x.device:
-                raise ValueError(f"{name}: lora.slots is {lora.slots.dtype} {tuple(lora.slots.shape)}; allowed: int32 with at least {M} entries on {x.device}")
+            if (
+                lora.slots.dtype != torch.int32
+                or lora.slots.dim() != 1
+                or lora.slots.numel() < M
+                or lora.slots.device != x.device
+            ):
+                raise ValueError(
+                    f"{name}: lora.slots is {lora.slots.dtype} {tuple(lora.slots.shape)}; allowed: int32 with at least {M} entries on {x.device}"
+                )
             _check_groups(name, lora.groups, M, L, x.device)
-    config = config or w8a16_config_for(M, N, K)
-    if not is_legal_w8a16(config, N, K):
+    shared = shared_limit(x.device)
+    config = config or w8a16_config_for(M, N, K, shared)
+    if not is_legal_w8a16(config, N, K, shared):
         raise ValueError(f"{name}: {config} is not legal for N={N}, K={K}; see is_legal_w8a16")
     if M == 0:
         return out
@@ -471,7 +523,9 @@ def w8a16_gemm(
         return out.copy_(w8a16_gemm_ref(x, weight, bias=bias, lora=lora))
     pdl = use_pdl and picked is Implementation.TRITON
     if pdl and torch.cuda.get_device_capability(x.device)[0] < 9:
-        raise ValueError(f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(x.device)}; allowed: 9.0 or more")
+        raise ValueError(
+            f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(x.device)}; allowed: 9.0 or more"
+        )
     codes = weight.values
     if config.use_tma:
         from triton.tools.tensor_descriptor import TensorDescriptor

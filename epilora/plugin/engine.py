@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -55,6 +56,8 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 _KINDS = ("tenant", "rollout")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "wpe", "embeddings", "word_embeddings")
 _CLOSE_TIMEOUT_S = 30.0
+_open_engines: set[int] = set()  # ids of this process's engines between start and close
+_open_lock = threading.Lock()
 _SCORING = Sampling(max_tokens=1, temperature=0.0)
 
 
@@ -212,6 +215,8 @@ class VllmEngine:
             self._error = err
             ready.set_exception(err)
             return
+        with _open_lock:
+            _open_engines.add(id(self))
         ready.set_result(info)
         try:
             while self._drain():
@@ -244,6 +249,8 @@ class VllmEngine:
             raise RuntimeError(f"engine {self.name}: the EpiLoRA plugin is not active: {why}")
         self._tokenizer = self._engine.get_tokenizer()
         self._rpc("epilora_count_steps")
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the process: full collections need not walk it every few steps
         core, stock = self._engine.engine_core, self._engine.engine_core.get_output
 
         def get_output() -> Any:
@@ -827,10 +834,15 @@ class VllmEngine:
             self._inbox.put(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
         engine = getattr(self, "_engine", None)
-        if engine is not None:
-            engine.collective_rpc("epilora_release_export")
+        if engine is None:
+            return
+        engine.collective_rpc("epilora_release_export")
+        with _open_lock:
+            _open_engines.discard(id(self))
+            last = not _open_engines
+        if last:  # vLLM's shutdown takes down process groups that all engines of a process share
             engine.engine_core.shutdown()
-            del self._engine
+        del self._engine
 
 
 def _nothing(*_: Any) -> None:

@@ -13,6 +13,7 @@ Idempotent, cheap, touches no device.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -97,6 +98,7 @@ def _install_cpu_rows() -> None:
 
     stock = PunicaWrapperCPU.update_metadata
 
+    @functools.wraps(stock)
     def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         self._epilora_rows = group_rows(self.token_lora_indices)
@@ -111,6 +113,7 @@ def _install_matched() -> None:
 
     stock = BaseModelLoader.load_model
 
+    @functools.wraps(stock)
     def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(self, vllm_config, *args, **kwargs)
         match_activations(model, requested_activations(vllm_config))
@@ -134,6 +137,7 @@ def _install_seeds() -> None:
 
     stock = topk_topp_sampler.TopKTopPSampler.forward_cpu
 
+    @functools.wraps(stock)
     def forward_cpu(self: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
         if not 0 < len(generators) < logits.shape[0]:
             return stock(self, logits, generators, k, p)

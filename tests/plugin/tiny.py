@@ -77,7 +77,12 @@ def make_model(folder: pathlib.Path, *, tie: bool = True, seed: int = 0) -> path
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    special = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     return folder
 

@@ -204,12 +204,12 @@ def _number(
     value = data.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ApiError(400, f"{name}={_short(value)} must be a number from {low:g} to {high:g}", param=name)
     if not low <= value <= high or (open_low and value <= low):
         raise ApiError(
             400,
-            f"{name}={value} must be {'above' if open_low else 'at least'} {low:g} and at most {high:g}",
+            f"{name}={_short(value)} must be {'above' if open_low else 'at least'} {low:g} and at most {high:g}",
             param=name,
         )
     return float(value)

@@ -1,4 +1,6 @@
-"""Writing the tenants file that routers read (`epilora.serving.tenants.TenantFile`): merged by name, replaced in one rename."""
+"""Writing the tenants file that routers read (`epilora.serving.tenants.TenantFile`): merged by name,
+replaced in one rename.
+"""
 
 from __future__ import annotations
 

@@ -156,10 +156,8 @@ def _rank(name: str, value: Any) -> int:
 
 
 def _alpha(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value == 0:
-        raise AdapterRejected(
-            f"{name}={_short(value)}; allowed are finite numbers other than 0 (0 would switch the adapter off)"
-        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= abs(value) <= 1e9:
+        raise AdapterRejected(f"{name}={_short(value)}; allowed are finite numbers other than 0 (0 switches it off)")
     return float(value)
 
 

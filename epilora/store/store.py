@@ -45,6 +45,7 @@ _COLUMNS = (
     " v.base_model, v.base_digest, v.created_s, v.metadata, v.base_revision"
 )
 _FROM = " FROM versions v JOIN contents c ON c.digest = v.digest "
+_AUDIT_COLUMNS = ("id", "at_s", "actor", "action", "owner", "name", "version", "digest", "detail")
 MAX_NAMES_IN_ERROR = 20
 
 Versions = list[AdapterVersion]  # AdapterStore has a method called `list`, so its annotations use these
@@ -593,7 +594,7 @@ class AdapterStore:
         rows = self._db().execute(
             f"SELECT * FROM audit WHERE id>?{where} ORDER BY id LIMIT ?", (after_id, *args, limit)
         )
-        return [AuditRow(*row[:-1], detail=json.loads(row[-1])) for row in map(list, rows)]
+        return [AuditRow(**dict(zip(_AUDIT_COLUMNS, row)) | {"detail": json.loads(row[-1])}) for row in rows]
 
     def owner_usage(self, owner: str) -> tuple[int, int]:
         """(names, bytes of distinct content) an owner has."""

@@ -27,6 +27,7 @@ class PlainFakeEngine:
     def __init__(
         self, name: str = "base", slots: int = 2, token_s: float = 0.0, base_digest: str = BASE_DIGEST
     ) -> None:
+        self.name = name
         self._name, self._slots, self._token_s, self._base_digest = name, slots, token_s, base_digest
         self.loaded: OrderedDict[str, int] = OrderedDict()
         self.loads: list[str] = []

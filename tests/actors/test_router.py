@@ -438,10 +438,12 @@ def test_metrics_count_requests_by_tenant_and_adapter(served: Served) -> None:
 def test_versions_never_mix_while_names_move(served: Served) -> None:
     """Clients ask while the name is published, promoted and rolled back; each answer is whole and of one version."""
     known = {served.publish("hammer", 200, owner="acme").digest}
-    stop = threading.Event()
+    stop, answered = threading.Event(), threading.Semaphore(0)
 
     def publish() -> None:
         for seed in range(201, 206):
+            for _ in range(3):
+                assert answered.acquire(timeout=20)
             known.add(served.publish("hammer", seed, owner="acme").digest)
             ray.get(served.store.promote.remote("hammer", 1, owner="acme"))
             ray.get(served.store.rollback.remote("hammer", owner="acme"))
@@ -457,13 +459,15 @@ def test_versions_never_mix_while_names_move(served: Served) -> None:
             else:
                 answer = client.completions.create(model="hammer", prompt="hi", max_tokens=3)
                 got.append((str(answer.system_fingerprint), answer.choices[0].text))
+            answered.release()
         return got
 
     with ThreadPoolExecutor(4) as pool:
         writer = pool.submit(publish)
         answers = [pair for future in [pool.submit(ask, index) for index in range(3)] for pair in future.result(90)]
         writer.result(1)
-    assert len(answers) >= 10
+    assert len(answers) >= 15
+    assert len({digest for digest, _ in answers}) >= 3
     for digest, text in answers:
         assert digest in known
         assert text == "".join(f"{digest[:8]}:{index} " for index in range(3))

@@ -80,6 +80,7 @@ CONFIG_CASES: dict[str, tuple[dict[str, Any], str]] = {
     "alpha-zero": ({"lora_alpha": 0}, "lora_alpha=0"),
     "alpha-nan": ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
     "alpha-inf": ({"lora_alpha": float("inf")}, "lora_alpha=inf"),
+    "alpha-huge": ({"lora_alpha": 10**400}, "lora_alpha=1000"),
     "alpha-text": ({"lora_alpha": "8"}, "lora_alpha='8'"),
     "rank-pattern-list": ({"rank_pattern": [["q_proj", 2]]}, "rank_pattern must be an object"),
     "rank-pattern-zero": ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\]=0"),
@@ -331,7 +332,7 @@ def test_config_files_refused(data: bytes) -> None:
         parse_config_bytes(data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD_FILE) - 1), st.integers(0, 255)), min_size=1, max_size=8))
 def test_flipped_bytes_are_refused_or_read_whole(edits: list[tuple[int, int]]) -> None:
     data = bytearray(GOOD_FILE)
@@ -354,7 +355,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(sorted({*config(), *(key for changes, _ in CONFIG_CASES.values() for key in changes)})), json_values
 )

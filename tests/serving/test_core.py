@@ -1,0 +1,409 @@
+"""The router's rules in one process: what may go wrong around engines and store, and what the client must see then."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epilora.errors import AdapterNotFound
+from epilora.serving.core import EngineGone, EventStream, Timeouts
+from epilora.serving.metrics import ServingMetrics
+from epilora.serving.tenants import TenantConfig
+from epilora.types import Completion, GenerateRequest, LoadReceipt, TokenChunk
+from tests.actors.fake_engine import PlainFakeEngine
+from tests.serving.serving_parts import Parts, error, events, run
+
+
+class Liar(PlainFakeEngine):
+    """Answers with the base whatever it was asked for."""
+
+    async def _one(self, request: GenerateRequest) -> Completion:
+        return Completion(request.request_id, (1,), (1,), "base", (0.0,), "length", adapter=None)
+
+
+class Corrupt(PlainFakeEngine):
+    """Its slots do not hold what was sent."""
+
+    async def load_adapter(self, version: Any, tensors: Any) -> LoadReceipt:
+        return LoadReceipt(version.digest, 0, "read", "expected", 2, 2, 1.0)
+
+
+class Hanging(PlainFakeEngine):
+    """Never answers `what`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    async def generate(self, requests: Any) -> list[Completion]:
+        if self._what == "generate":
+            await asyncio.Event().wait()
+        return await super().generate(requests)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if self._what == "first":
+            await asyncio.Event().wait()
+        async for chunk in super().stream(request):
+            yield chunk
+            if self._what == "second":
+                await asyncio.Event().wait()
+
+    async def load_adapter(self, version: Any, tensors: Any) -> LoadReceipt:
+        if self._what == "load":
+            await asyncio.Event().wait()
+        return await super().load_adapter(version, tensors)
+
+    async def info(self) -> Any:
+        if self._what == "info":
+            await asyncio.Event().wait()
+        return await super().info()
+
+
+class Dying(PlainFakeEngine):
+    """Dies `deaths` times: before the first token, or after it."""
+
+    def __init__(self, name: str, deaths: int = 1, after: int = 0) -> None:
+        super().__init__(name)
+        self._deaths, self._after = deaths, after
+
+    def _die(self) -> None:
+        if self._deaths:
+            self._deaths -= 1
+            raise EngineGone(f"{self.name} died")
+
+    async def generate(self, requests: Any) -> list[Completion]:
+        self._die()
+        return await super().generate(requests)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if not self._after:
+            self._die()
+        seen = 0
+        async for chunk in super().stream(request):
+            yield chunk
+            seen += 1
+            if seen == self._after:
+                self._die()
+
+
+class Forgetful(PlainFakeEngine):
+    """Lets every adapter go before it is used, `times` times."""
+
+    times = 2
+
+    def _check(self, request: GenerateRequest) -> tuple[int, ...]:
+        if request.adapter and self.times:
+            self.times -= 1
+            self.loaded.pop(request.adapter, None)
+        return super()._check(request)
+
+
+def test_an_answer_under_another_adapter_is_withheld(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, engines=[Liar()])
+    parts.publish("tone", 1)
+    reply = run(parts.complete(model="tone"))
+    assert (reply.status, error(reply)["code"]) == (500, "wrong_adapter")
+    assert run(parts.complete()).status == 200
+
+
+def test_a_slot_that_reads_back_wrong_is_not_used(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, engines=[Corrupt()])
+    parts.publish("tone", 1)
+    reply = run(parts.complete(model="tone"))
+    assert (reply.status, error(reply)["code"]) == (500, "load_corrupt")
+
+
+@pytest.mark.parametrize(
+    ("what", "fields"),
+    [
+        ("generate", {}),
+        ("first", {"stream": True}),
+        ("load", {"model": "tone"}),
+        ("load", {"model": "tone", "stream": True}),
+        ("info", {}),
+    ],
+)
+def test_nothing_hangs(what: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Hanging(what)], timeouts=Timeouts(*[0.1] * 6))
+        parts.publish("tone", 1)
+        reply = await parts.complete(**fields)
+        assert (reply.status, error(reply)["code"]) == (504, "timeout")
+        assert parts.core._running == 0
+        if what in ("generate", "first"):
+            await asyncio.sleep(0.01)
+            assert len(parts.engines[0].aborted) == 1
+
+    run(scenario())
+
+
+def test_a_stream_that_stalls_ends_with_an_error_event(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Hanging("second")], timeouts=Timeouts(next_token_s=0.1))
+        seen = await events(await parts.complete(stream=True))
+        assert seen[0]["choices"][0]["text"] == "base:0 "
+        assert seen[-1]["error"]["code"] == "timeout"
+        await asyncio.sleep(0.01)
+        assert len(parts.engines[0].aborted) == 1
+        assert parts.core._running == 0
+
+    run(scenario())
+
+
+def test_a_store_that_hangs_is_504_and_not_ready(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, timeouts=Timeouts(control_s=0.05))
+        parts.store.hang = True
+        assert (await parts.complete(model="tone")).status == 504
+        ready = await parts.ask("/ready")
+        assert ready.status == 503
+        assert "store" in ready.body["problems"][0]  # type: ignore[call-overload,index]
+        assert (await parts.complete()).status == 200  # the base needs no store
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_engines_request_goes_to_another_once(stream: bool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Dying("a"), PlainFakeEngine("b")])
+        version = parts.publish("tone", 1)
+        reply = await parts.complete(model="tone", stream=stream)
+        assert reply.status == 200
+        if stream:
+            assert (await events(reply))[0]["choices"][0]["text"].startswith(version.digest[:8])
+        assert (parts.engines[0].loads, parts.engines[1].loads) == ([version.digest], [version.digest])
+        both = Parts(tmp_path, engines=[Dying("a", 9), Dying("b", 9)])
+        reply = await both.complete(model="tone", stream=stream)
+        assert (reply.status, error(reply)["code"]) == (503, "engine_unavailable")
+
+    run(scenario())
+
+
+def test_a_stream_cut_after_its_first_token_is_not_begun_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Dying("a", 1, after=1), PlainFakeEngine("b")])
+        seen = await events(await parts.complete(stream=True))
+        assert [event["choices"][0]["text"] for event in seen[:-1]] == ["base:0 "]
+        assert seen[-1]["error"]["code"] == "engine_unavailable"
+        assert parts.core._running == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_version_put_out_of_its_slot_is_loaded_again(stream: bool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Forgetful()])
+        version = parts.publish("tone", 1)
+        reply = await parts.complete(model="tone", stream=stream)
+        assert reply.status == 200
+        if stream:
+            await events(reply)
+        assert parts.engines[0].loads == [version.digest] * 3
+        stubborn = Forgetful()
+        stubborn.times = 100
+        parts = Parts(tmp_path, engines=[stubborn])
+        reply = await parts.complete(model="tone", stream=stream)
+        assert (reply.status, error(reply)["code"]) == (503, "no_free_slot")
+
+    run(scenario())
+
+
+def test_cancelling_a_request_aborts_it_and_frees_its_place(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[PlainFakeEngine(token_s=0.05)])
+        task = asyncio.create_task(parts.complete(max_tokens=50, n=2))
+        await asyncio.sleep(0.1)
+        assert parts.core._running == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.01)
+        assert parts.core._running == 0
+        assert len(parts.engines[0].aborted) == 2
+
+    run(scenario())
+
+
+def test_a_stream_that_is_never_read_frees_its_place_when_closed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[PlainFakeEngine(token_s=0.05)])
+        reply = await parts.complete(stream=True, max_tokens=50, n=3)
+        assert isinstance(reply.body, EventStream)
+        assert parts.core._running == 1
+        await reply.body.aclose()
+        await asyncio.sleep(0.01)
+        assert parts.core._running == 0
+        assert len(parts.engines[0].aborted) == 3
+        assert parts.core._engines["base"].running == 0
+
+    run(scenario())
+
+
+def test_a_full_server_says_429(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[PlainFakeEngine(token_s=0.05)], max_running=1)
+        first = asyncio.create_task(parts.complete(max_tokens=3))
+        await asyncio.sleep(0.05)
+        reply = await parts.complete()
+        assert (reply.status, error(reply)["code"], reply.headers["retry-after"]) == (429, "full", "1")
+        assert (await first).status == 200
+
+    run(scenario())
+
+
+def test_token_limits_are_settled_with_what_was_used(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        now = [0.0]
+        tenant = TenantConfig("acme", tokens_per_min=60)
+        parts = Parts(tmp_path, tenants=[tenant], clock=lambda: now[0])
+        assert (await parts.complete(max_tokens=28)).status == 200  # 2 prompt tokens and 28 new ones
+        reply = await parts.complete(max_tokens=31)
+        assert (reply.status, error(reply)["param"], reply.headers["retry-after"]) == (429, "tokens_per_min", "2")
+        await events(await parts.complete(max_tokens=28, stream=True))
+        now[0] = 10.0
+        assert (await parts.complete(max_tokens=28)).status == 429
+        now[0] = 60.0
+        assert (await parts.complete(max_tokens=28)).status == 200
+        too_long = await parts.complete(prompt="x" * 64, max_tokens=1)
+        assert too_long.status == 400  # and its reservation came back:
+        assert (await parts.complete(max_tokens=28)).status == 200
+
+    run(scenario())
+
+
+def test_concurrency_limits_count_streams_until_they_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, tenants=[TenantConfig("acme", concurrency=1), TenantConfig("bolt")])
+        stream = await parts.complete(stream=True)
+        reply = await parts.complete()
+        assert (reply.status, error(reply)["param"]) == (429, "concurrency")
+        assert (await parts.complete(key="bolt-key")).status == 200
+        await events(stream)
+        assert (await parts.complete()).status == 200
+
+    run(scenario())
+
+
+def test_other_precision_needs_permission(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        tenants = [TenantConfig("acme"), TenantConfig("bolt", other_precision=True)]
+        parts = Parts(tmp_path, tenants=tenants)
+        version = parts.publish("tone", 1, base_digest="c" * 64)
+        reply = await parts.complete(model="tone")
+        assert (reply.status, error(reply)["code"]) == (409, "base_mismatch")
+        reply = await parts.complete(key="bolt-key", model="tone")
+        assert reply.headers["x-epilora-digest"] == version.digest
+
+    run(scenario())
+
+
+def test_models_come_in_pages(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path)
+        for index in range(5):
+            parts.publish(f"n{index}", index)
+        reply = await parts.ask("/v1/models", query={"limit": "2", "offset": "2"})
+        assert [entry["id"] for entry in reply.body["data"]] == ["n2", "n3"]  # type: ignore[call-overload,index]
+        assert reply.body["has_more"] is True  # type: ignore[call-overload,index]
+        assert (await parts.ask("/v1/models", query={"limit": "x"})).status == 400
+        assert (await parts.ask("/v1/models", key="")).status == 401
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/x"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}),
+        ("/v1/adapters/promote", {"name": "a", "version": 1}),
+        ("/v1/adapters/rollback", {"name": "a"}),
+        ("/v1/adapters/gc", {}),
+        ("/v1/audit", None),
+    ],
+)
+def test_administration_needs_an_admin_key(path: str, body: Any, tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    reply = run(parts.ask(path, body))
+    assert (reply.status, error(reply)["code"]) == (403, "admin_only")
+    assert run(parts.ask(path, body, key="nope")).status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/adapters/promote", {"name": "a"}, 400),
+        ("/v1/adapters/promote", {"name": "a", "version": True}, 400),
+        ("/v1/adapters/promote", {"name": "ghost", "version": 1}, 404),
+        ("/v1/adapters/rollback", {"name": 3}, 400),
+        ("/v1/adapters/rollback", {"name": "once"}, 400),
+        ("/v1/adapters/gc", {"keep_latest": 0}, 400),
+        ("/v1/unload_lora_adapter", {"lora_name": "ghost"}, 404),
+        ("/v1/load_lora_adapter", {"lora_name": "tiny", "lora_path": "/x"}, 400),
+        ("/v1/load_lora_adapter", {"lora_path": "/x"}, 400),
+    ],
+)
+def test_administration_checks_its_input(path: str, body: Any, status: int, tmp_path: Path) -> None:
+    parts = Parts(tmp_path)
+    parts.publish("once", 1)
+    assert run(parts.ask(path, body, key="admin-key")).status == status
+
+
+def test_unexpected_errors_are_500_without_inner_details(tmp_path: Path) -> None:
+    class Broken(PlainFakeEngine):
+        async def generate(self, requests: Any) -> list[Completion]:
+            raise KeyError("/secret/path")
+
+    reply = run(Parts(tmp_path, engines=[Broken()]).complete())
+    assert (reply.status, error(reply)["code"]) == (500, "internal_error")
+    assert "secret" not in error(reply)["message"]
+
+
+def test_metric_labels_are_bounded() -> None:
+    metrics = ServingMetrics(max_values=3)
+    for index in range(10):
+        metrics.finished("acme", f"adapter{index}", 200)
+    text = metrics.render().decode()
+    assert 'epilora_requests_total{adapter="other",status="200",tenant="acme"} 7.0' in text
+    assert text.count("epilora_requests_total{") == 4
+
+
+def test_metrics_hold_latencies_and_loads(tmp_path: Path) -> None:
+    async def scenario() -> str:
+        parts = Parts(tmp_path)
+        parts.publish("tone", 1)
+        await events(await parts.complete(model="tone", stream=True, max_tokens=4))
+        await parts.complete(model="ghost")
+        return (await parts.ask("/metrics")).body.decode()  # type: ignore[union-attr]
+
+    text = run(scenario())
+    assert 'epilora_ttft_seconds_count{adapter="tone",tenant="acme"} 1.0' in text
+    assert 'epilora_time_per_token_seconds_count{adapter="tone",tenant="acme"} 1.0' in text
+    assert 'epilora_tokens_total{adapter="tone",kind="completion",tenant="acme"} 4.0' in text
+    assert 'epilora_adapter_loads_total{outcome="ok"} 1.0' in text
+    assert 'epilora_requests_total{adapter="unknown",status="404",tenant="acme"} 1.0' in text
+
+
+def test_not_found_never_falls_back_to_the_base(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, base_names=("org/tiny",))
+        for model in ("tiny@1", "org/tiny@1", "tiny:", "org/tiny:x", "Tiny", "tiny ", "base"):
+            reply = await parts.complete(model=model)
+            assert reply.status == 404, model
+            assert error(reply)["code"] == "model_not_found"
+        assert not parts.engines[0].running
+
+    run(scenario())
+
+
+def test_the_fakes_raise_what_the_protocol_says() -> None:
+    with pytest.raises(AdapterNotFound):
+        asyncio.run(PlainFakeEngine().unload_adapter("x"))
+    assert os.getpid() == asyncio.run(PlainFakeEngine().pid())

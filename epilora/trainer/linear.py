@@ -129,8 +129,9 @@ class _LoraProjection(torch.autograd.Function):
         dy_MN = grads[0].float()
         dx_MK = ctx.base.backward(dy_MN) if ctx.needs_input_grad[0] else None
         da_RK = db_NR = None
-        if ctx.saved_tensors:
-            x_MK, a_RK, b_NR = (t.float() for t in ctx.saved_tensors)
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no second time
+        if saved:
+            x_MK, a_RK, b_NR = (tensor.float() for tensor in saved)
             dh_MR = dy_MN @ b_NR
             if dx_MK is not None:
                 dx_MK += dh_MR @ a_RK

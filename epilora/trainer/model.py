@@ -112,7 +112,7 @@ def build_model(base: MappedBase, dtype: torch.dtype, *, checkpoint_activations:
         raise KeyError(f"the manifest of engine {base.manifest.engine!r} lacks weights for {left[:5]}")
     head = _plain(base, "model.embed_tokens" if config.tie_word_embeddings else "lm_head")[: config.vocab_size]
     if checkpoint_activations:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         body.train()
     else:
         body.eval()

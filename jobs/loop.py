@@ -98,6 +98,8 @@ class RLLoop:
         """Open the trainer's session, or take up the last checkpoint if the configuration says so."""
         info = await self._engine.info()
         self._base_digest, self._base_model = info.base_digest, info.model_name
+        if self.config.deterministic:
+            await self._wait_until_idle()
         await self._drop_left_over_versions()
         lora = self.config.lora
         spec = AdapterSpec(lora.rank, lora.alpha, tuple(lora.target_modules))
@@ -131,6 +133,17 @@ class RLLoop:
         self.step, self.cursor = state.step, state.cursor
         self.policy = Policy(version, state.step)
         logger.info("resumed %s at step %d with %s", self.name, self.step, version.ref)
+
+    async def _wait_until_idle(self) -> None:
+        """Batches are repeatable only if nobody else's rows are in them: wait for what a killed run left under way."""
+        deadline = time.monotonic() + self.config.ready_timeout_s
+        while (stats := await self._engine.stats()).running + stats.waiting > 0:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"deterministic=true needs an engine of its own; {stats.running} running and {stats.waiting} waiting requests "
+                    f"did not end within {self.config.ready_timeout_s:g} s. Stop the other jobs, or give engine.name another name"
+                )
+            await asyncio.sleep(0.05)
 
     async def _drop_left_over_versions(self) -> None:
         """Free slots that a killed run of this name left filled."""

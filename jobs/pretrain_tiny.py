@@ -2,7 +2,8 @@
 
     python -m jobs.pretrain_tiny --out epilora/models/tiny-arith
 
-The model the package ships was made with the defaults. How its headroom came about is told in epilora/models/pretrain.py.
+The model the package ships was made with the defaults. How its headroom came about is told in
+epilora/models/pretrain.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,16 @@ from ray import serve
 
 from actors.engine_pool import NAMESPACE, BaseRequest, get_or_create_pool
 from actors.handles import RemotePart
+from actors.router import build_app
 from epilora import planner
 from epilora.config.schema import JobConfig
 from epilora.models import resolve_model_path
+from epilora.serving.tenant_file import put_tenants
+from epilora.serving.tenants import TenantConfig, hash_key, issue_key
 from epilora.types import EngineInfo
 
 ENGINE_FACTORY = "epilora.plugin.engine:VllmEngine"
+ROUTER_APP = "router"
 TRAINER_FACTORY = "epilora.trainer.trainer:LoraTrainer"
 
 logger = logging.getLogger(__name__)
@@ -125,36 +128,32 @@ class System:
     async def _start(self, request: BaseRequest) -> None:
         timeout = self.config.ready_timeout_s
         self._pool = RemotePart(get_or_create_pool(str(Path(self.config.store.root).resolve())))
-        await asyncio.wait_for(self._pool.ready(), timeout)
+        store_root = Path(await asyncio.wait_for(self._pool.ready(), timeout))
         starting = asyncio.create_task(self._pool.ensure(request, self.config.name, timeout))
         if self._with_router:
-            await asyncio.to_thread(self._start_router)
+            await asyncio.to_thread(self._start_router, store_root)
         self.info = await starting
         self.engine = RemotePart(ray.get_actor(request.name, namespace=NAMESPACE))
         self.trainer = RemotePart(ray.get_actor(request.trainer_name, namespace=NAMESPACE))
         self.store = RemotePart(ray.get_actor("store", namespace=NAMESPACE))
 
-    def _start_router(self) -> None:
-        from actors.router import build_app
-        from epilora.serving.tenants import hash_key
-
-        self.keys = {
-            tenant.name: TenantKey(tenant.name, f"epi-{tenant.name}-{secrets.token_urlsafe(18)}")
-            for tenant in self.config.tenants
-        }
+    def _start_router(self, store_root: Path) -> None:
+        """Give this job's tenants new keys, and start the router unless one runs (it re-reads the tenants file)."""
+        tenants_file = store_root / "tenants.json"
+        self.keys = {tenant.name: TenantKey(tenant.name, issue_key(tenant.name)) for tenant in self.config.tenants}
+        put_tenants(tenants_file, [TenantConfig(key.tenant, (hash_key(key.api_key),)) for key in self.keys.values()])
         serve.start(http_options={"host": self.config.router.host, "port": self.config.router.port})
+        if ROUTER_APP in serve.status().applications:
+            return
         app = build_app(
             {
                 "engines": [self.config.engine.name],
-                "store": "store",
                 "base_model": resolve_model_path(self.config.engine.model_path).name,
-                "tenants": [
-                    {"name": key.tenant, "key_hashes": [hash_key(key.api_key)]} for key in self.keys.values()
-                ],
+                "tenants_file": str(tenants_file),
                 "replicas": self.config.router.replicas,
             }
         )
-        serve.run(app, name="router", route_prefix="/", blocking=False)
+        serve.run(app, name=ROUTER_APP, route_prefix="/", blocking=False)
 
     async def __aexit__(self, *exc: object) -> None:
         if not ray.is_initialized():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from .schema import JobConfig
 
@@ -19,7 +20,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
     """
     layers = [OmegaConf.structured(JobConfig)]
     layers += _files(Path(path)) if path is not None else []
-    layers.append(OmegaConf.from_dotlist(list(overrides)))
+    layers += [_override(text) for text in overrides]
     merged = OmegaConf.merge(*layers)
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
@@ -27,6 +28,16 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
     config = OmegaConf.to_object(merged)
     assert isinstance(config, JobConfig)
     return config
+
+
+def _override(text: str) -> DictConfig:
+    """One `key=value`; the value is YAML, so `tenants=[{name: a, ...}]` works."""
+    if "=" not in text:
+        raise ValueError(f"{text!r} is not key=value; for example rl.steps=10")
+    try:
+        return OmegaConf.from_dotlist([text])
+    except YAMLError as err:
+        raise ValueError(f"{text!r}: the value is not valid YAML: {err}") from err
 
 
 def _files(path: Path) -> list:

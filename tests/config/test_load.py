@@ -44,6 +44,8 @@ def test_a_file_extends_another(tmp_path: Path) -> None:
         (["rl.group_size=1"], ValueError, "rl.group_size=1"),
         (["rl.max_staleness=9"], ValueError, "engine.max_loras=8 is too few: 11"),
         (["deterministic=true", "rl.max_staleness=1"], ValueError, "synchronous"),
+        (["tenants=[{name: x, y: 'z': 1}]"], ValueError, "not valid YAML"),
+        (["quick"], ValueError, "not key=value"),
         (["trainer.dtype=bfloat16"], ValueError, "loss.correction=none"),
     ],
 )

@@ -1,8 +1,8 @@
 """Which implementation of a kernel runs: compiled Triton, Triton's interpreter, or the plain-torch reference.
 
-The choice follows from the device of the tensors and an explicit override; it is never made in silence: an impossible request
-raises `UnsupportedKernel`, and the first use of anything but compiled Triton is logged once per kernel. Counters say how often
-each implementation ran, so that a benchmark or an engine can show that nothing fell back.
+The choice follows from the device of the tensors and an explicit override; it is never made in silence: an impossible
+request raises `UnsupportedKernel`, and the first use of anything but compiled Triton is logged once per kernel.
+Counters say how often each implementation ran, so that a benchmark or an engine can show that nothing fell back.
 
 | tensors on | interpreter on (TRITON_INTERPRET=1 before triton was imported) | default |
 |---|---|---|
@@ -21,7 +21,7 @@ import contextvars
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from enum import Enum
+from enum import StrEnum
 
 import torch
 import triton
@@ -31,7 +31,7 @@ from ..errors import UnsupportedKernel
 logger = logging.getLogger(__name__)
 
 
-class Implementation(str, Enum):
+class Implementation(StrEnum):
     """How a kernel's arithmetic is carried out."""
 
     TRITON = "triton"  # compiled for the GPU the tensors are on
@@ -53,7 +53,8 @@ def interpreter_is_on() -> bool:
 def choose(kernel: str, device: torch.device, override: Implementation | str | None = None) -> Implementation:
     """The implementation that `kernel` runs with on `device`; counts the call.
 
-    kernel: its public name, for messages and counters. override: beats `use_implementation`, which beats the device's default.
+    kernel: its public name, for messages and counters. override: beats `use_implementation`, which beats the device's
+    default.
     Raises ValueError for an unknown override and UnsupportedKernel where the asked or default one cannot run.
     """
     asked = override if override is not None else _default.get()
@@ -75,10 +76,13 @@ def choose(kernel: str, device: torch.device, override: Implementation | str | N
             raise ValueError(f"{kernel}: implementation={asked!r} is unknown; allowed: {allowed}") from err
         if picked in (Implementation.TRITON, Implementation.CUDA) and (device.type != "cuda" or interpreter_is_on()):
             why = "the interpreter is on" if interpreter_is_on() else f"tensors are on {device}"
-            raise UnsupportedKernel(f"{kernel}: implementation={picked.value} asked, but {why}; move them to CUDA or ask for reference")
+            raise UnsupportedKernel(
+                f"{kernel}: implementation={picked.value} asked, but {why}; move them to CUDA or ask for reference"
+            )
         if picked is Implementation.INTERPRETER and not interpreter_is_on():
             raise UnsupportedKernel(
-                f"{kernel}: implementation=interpreter asked, but it is off; set TRITON_INTERPRET=1 before importing triton"
+                f"{kernel}: implementation=interpreter asked, but it is off; "
+                "set TRITON_INTERPRET=1 before importing triton"
             )
     _calls[kernel, picked.value] += 1
     if picked not in (Implementation.TRITON, Implementation.CUDA) and (kernel, picked.value) not in _told:
@@ -89,7 +93,7 @@ def choose(kernel: str, device: torch.device, override: Implementation | str | N
 
 @contextlib.contextmanager
 def use_implementation(implementation: Implementation | str) -> Iterator[None]:
-    """Within the block, kernels called without an override use `implementation`. Raises ValueError for an unknown one."""
+    """Within the block, kernels called without an override use `implementation`. ValueError for an unknown one."""
     token = _default.set(Implementation(implementation))
     try:
         yield

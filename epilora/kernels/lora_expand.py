@@ -1,19 +1,23 @@
-"""LoRA beside a vendor GEMM, for many tokens: shrink by adapter group, then add the up-projection to the GEMM's output in place.
+"""LoRA beside a vendor GEMM, for many tokens: shrink by adapter group, then add the up-projection to the GEMM's output
+in place.
 
     h[m, s, :] = x[m, :] A[s, slot(m)]^T             (shrink: fp32 accumulation, ordered split-K)
     y[m, off_s : off_s + N_s] += h[m, s, :] B[s, slot(m)]^T   (expand-add: one fp32 add, one rounding)
 
-Tokens come grouped by adapter in the arrays vLLM keeps for a step (`TokenGroups`). A tile of rows never mixes adapters, so every
-row tile is one dense product. The list of tiles is not known on the host (a captured graph replays with other groups), so the grid is
-the most tiles that M tokens over L slots can need, and each program finds its group by a prefix sum over at most L + 1 counts.
+Tokens come grouped by adapter in the arrays vLLM keeps for a step (`TokenGroups`). A tile of rows never mixes adapters,
+so every row tile is one dense product. The list of tiles is not known on the host (a captured graph replays with other
+groups), so the grid is the most tiles that M tokens over L slots can need, and each program finds its group by a prefix
+sum over at most L + 1 counts.
 
-The expand tiles the concatenated output: a column tile lies inside one slice, and slice bounds and slice pointers are kernel
-arguments rather than tables in memory, so their alignment is known to the compiler. What is left out: any quantisation of y.
+The expand tiles the concatenated output: a column tile lies inside one slice, and slice bounds and slice pointers are
+kernel arguments rather than tables in memory, so their alignment is known to the compiler. What is left out: any
+quantisation of y.
 
-Rounding: h is kept in fp32 partials (or, without split-K, rounded at once); it is rounded once to x's dtype before the MMA.
-delta stays fp32 and is added to y in fp32; the sum is rounded once to y's dtype. FP8 adapters are widened exactly and their row
-scales multiply the fp32 result. Rows without an adapter (and rows beyond the counted ones) are neither read nor written.
-Every sum runs in a fixed order that depends on (M, K, R) only, never on the other rows' adapters: the same row has the same bits.
+Rounding: h is kept in fp32 partials (or, without split-K, rounded at once); it is rounded once to x's dtype before the
+MMA. delta stays fp32 and is added to y in fp32; the sum is rounded once to y's dtype. FP8 adapters are widened exactly
+and their row scales multiply the fp32 result. Rows without an adapter (and rows beyond the counted ones) are neither
+read nor written. Every sum runs in a fixed order that depends on (M, K, R) only, never on the other rows' adapters: the
+same row has the same bits.
 
 Legend: M tokens, N = sum of N_s out features, S slices (1 to 4), K in features, R rank, L adapter slots.
 Source: section 3.1 and Appendix D of the EpiLoRA paper; the group arrays are those of vLLM's LoRAKernelMeta.
@@ -21,6 +25,8 @@ Source: section 3.1 and Appendix D of the EpiLoRA paper; the group arrays are th
 
 from __future__ import annotations
 
+# ruff: noqa: PLR0917 (kernels take their pointers and strides by position)
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +48,8 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Tokens of one step grouped by adapter slot: views of vLLM's LoRAKernelMeta arrays, all int32 on the tokens' device.
+    """Tokens of one step grouped by adapter slot: views of vLLM's LoRAKernelMeta arrays, all int32 on the tokens'
+    device.
 
     sorted_tokens: [>= M] stable argsort of the slots, the -1 group first. Entries past the counted ones are stale.
     active_slots: [L + 1] sorted distinct slots, -1 first if present; the tail is -1.
@@ -59,14 +66,16 @@ class TokenGroups:
 def group_tokens(token_lora_indices: torch.Tensor, num_slots: int) -> TokenGroups:
     """Group tokens by slot as vLLM does, in plain torch (synchronises with the device).
 
-    token_lora_indices: [M] integer, slot per token, -1 for none. num_slots: L. An empty batch gives all-inactive groups.
+    token_lora_indices: [M] integer, slot per token, -1 for none. num_slots: L. An empty batch gives all-inactive
+    groups.
     Raises ValueError for a slot outside [-1, L).
     """
     if token_lora_indices.numel() and not (
-        -1 <= int(token_lora_indices.min()) and int(token_lora_indices.max()) < num_slots
+        int(token_lora_indices.min()) >= -1 and int(token_lora_indices.max()) < num_slots
     ):
         raise ValueError(
-            f"group_tokens: slots span [{int(token_lora_indices.min())}, {int(token_lora_indices.max())}]; allowed: -1 to {num_slots - 1}"
+            f"group_tokens: slots span [{int(token_lora_indices.min())}, {int(token_lora_indices.max())}]; "
+            f"allowed: -1 to {num_slots - 1}"
         )
     device = token_lora_indices.device
     order = torch.sort(token_lora_indices, stable=True).indices.to(torch.int32)
@@ -80,7 +89,7 @@ def group_tokens(token_lora_indices: torch.Tensor, num_slots: int) -> TokenGroup
     return TokenGroups(order, active, counts, starts)
 
 
-# ---- references -------------------------------------------------------------------------------------------------------------
+# ---- references ------------------------------------------------------------------------------------------------------
 
 
 def _real(operand: Operand) -> torch.Tensor:
@@ -115,7 +124,8 @@ def lora_shrink_grouped_ref(x: torch.Tensor, lora_a: Sequence[Operand], groups: 
 def lora_expand_add_ref(
     y: torch.Tensor, h: torch.Tensor, lora_b: Sequence[Operand], groups: TokenGroups, *, round_h: bool = False
 ) -> torch.Tensor:
-    """y + h B^T as a new [M, N] fp32 tensor, plain torch. round_h: round the summed h to y's dtype first, as the kernel does."""
+    """y + h B^T as a new [M, N] fp32 tensor, plain torch. round_h: round the summed h to y's dtype first, as the kernel
+    does."""
     out = y.float().clone()
     total = h.float().sum(0)
     if round_h:
@@ -130,7 +140,7 @@ def lora_expand_add_ref(
     return out
 
 
-# ---- kernels ----------------------------------------------------------------------------------------------------------------
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -376,15 +386,14 @@ def _lora_expand_add_kernel(
         if B_SCALED:
             scale = tl.load(bs_ptr + slot.to(tl.int64) * width + n, mask=n < width, other=0.0)
             delta = delta * scale[None, :]
-        if USE_PDL:
-            if tile == 0:
-                # y is the vendor GEMM's, the launch before this one. Groups, B and h are older than that GEMM's start.
-                tl.extra.cuda.gdc_wait()
+        if USE_PDL and tile == 0:
+            # y is the vendor GEMM's, the launch before this one. Groups, B and h are older than that GEMM's start.
+            tl.extra.cuda.gdc_wait()
         y = tl.load(y_tile, mask=mask_y, other=0.0)
         tl.store(y_tile, (y.to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask=mask_y)
 
 
-# ---- launch configurations --------------------------------------------------------------------------------------------------
+# ---- launch configurations -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -476,7 +485,7 @@ def expand_config_for(M: int, S: int, N: int, R: int, L: int) -> ExpandConfig:
     return config
 
 
-# ---- argument checks and wrappers -------------------------------------------------------------------------------------------
+# ---- argument checks and wrappers ------------------------------------------------------------------------------------
 
 
 def _check_adapter(kernel: str, name: str, operands: Sequence[Operand], x: torch.Tensor) -> None:
@@ -520,7 +529,8 @@ def _check_groups(kernel: str, groups: TokenGroups, M: int, L: int, device: torc
         array = getattr(groups, name)
         if array.dtype != torch.int32 or array.dim() != 1 or array.stride(0) != 1 or array.device != device:
             raise ValueError(
-                f"{kernel}: groups.{name} is {array.dtype} {tuple(array.shape)} on {array.device}; allowed: int32 [n] on {device}"
+                f"{kernel}: groups.{name} is {array.dtype} {tuple(array.shape)} on {array.device}; "
+                f"allowed: int32 [n] on {device}"
             )
         if array.numel() < least:
             raise ValueError(f"{kernel}: groups.{name} has {array.numel()} entries; at least {least} for M={M}, L={L}")
@@ -536,10 +546,12 @@ def _check_tokens(kernel: str, name: str, tensor: torch.Tensor, implementation: 
         raise TypeError(f"{kernel}: {name} is {tensor.dtype}; allowed: {', '.join(str(d) for d in allowed)}")
     if tensor.dim() != 2 or tensor.stride(1) != 1:
         raise ValueError(
-            f"{kernel}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; allowed: 2-D with contiguous rows"
+            f"{kernel}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            f"allowed: 2-D with contiguous rows"
         )
 
 
+@functools.cache
 def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory a block may use on `device` (a Hopper block's where kernels are interpreted)."""
     if device.type != "cuda":
@@ -571,8 +583,8 @@ def lora_shrink_grouped(
     x: [M, K] bf16 or fp16, rows contiguous. lora_a: S operands [L, R, K] (x's dtype, or FP8 with scales [L, R]).
     groups: this step's tokens by slot. out: [split_k, M, S, R] buffer to write (fp32; x's dtype when split_k is 1).
     quantize_to: (codes [M, K] float8_e4m3fn, scale [M] or [M, 1] fp32) to fill in the same launch, as `quantize` would.
-    Returns h [split_k, M, S, R]: partial sums over K, for `lora_expand_add` to add in order. Rows without an adapter keep
-    whatever `out` held. Neither synchronises nor, with `out` given, allocates. M = 0 launches nothing.
+    Returns h [split_k, M, S, R]: partial sums over K, for `lora_expand_add` to add in order. Rows without an adapter
+    keep whatever `out` held. Neither synchronises nor, with `out` given, allocates. M = 0 launches nothing.
     Raises TypeError or ValueError naming the argument, its value and what is allowed; UnsupportedKernel from `choose`.
     """
     name = "lora_shrink_grouped"
@@ -580,7 +592,7 @@ def lora_shrink_grouped(
     _check_tokens(name, "x", x, picked)
     _check_adapter(name, "lora_a", lora_a, x)
     M, K = x.shape
-    L, R, a_k = lora_a[0].values.shape
+    L, R, _ = lora_a[0].values.shape
     for s, a in enumerate(lora_a):
         if tuple(a.values.shape) != (L, R, K):
             raise ValueError(
@@ -599,7 +611,8 @@ def lora_shrink_grouped(
         out = torch.empty(shape, dtype=dtype, device=x.device)
     elif tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device != x.device:
         raise ValueError(
-            f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; allowed: contiguous {dtype} {shape} on {x.device}"
+            f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; "
+            f"allowed: contiguous {dtype} {shape} on {x.device}"
         )
     if quantize_to is not None:
         codes, x_scale = quantize_to
@@ -610,7 +623,8 @@ def lora_shrink_grouped(
             or codes.device != x.device
         ):
             raise ValueError(
-                f"{name}: quantize_to[0] is {codes.dtype} {tuple(codes.shape)}; allowed: contiguous float8_e4m3fn {(M, K)} on {x.device}"
+                f"{name}: quantize_to[0] is {codes.dtype} {tuple(codes.shape)}; "
+                f"allowed: contiguous float8_e4m3fn {(M, K)} on {x.device}"
             )
         if (
             x_scale.numel() != M
@@ -619,7 +633,8 @@ def lora_shrink_grouped(
             or x_scale.device != x.device
         ):
             raise ValueError(
-                f"{name}: quantize_to[1] is {x_scale.dtype} {tuple(x_scale.shape)}; allowed: contiguous float32, {M} values on {x.device}"
+                f"{name}: quantize_to[1] is {x_scale.dtype} {tuple(x_scale.shape)}; "
+                f"allowed: contiguous float32, {M} values on {x.device}"
             )
     if M == 0:
         return out
@@ -683,11 +698,13 @@ def lora_expand_add(
 ) -> torch.Tensor:
     """Add every token's up-projection to the base GEMM's output, in place: y[:, slice s] += h[:, s] B[s]^T.
 
-    y: [M, N] bf16 or fp16, rows contiguous, N = sum of N_s; overwritten. h: [split_k, M, S, R] from `lora_shrink_grouped`.
+    y: [M, N] bf16 or fp16, rows contiguous, N = sum of N_s; overwritten. h: [split_k, M, S, R] from
+    `lora_shrink_grouped`.
     lora_b: S operands [L, N_s, R] (y's dtype, or FP8 with scales [L, N_s]), alpha / rank folded in. Returns y.
-    use_pdl: launch as the programmatic dependent of the launch before it on the stream, which must be the GEMM that writes y and
-    must itself have started only after the shrink ended (any ordinary launch does). Needs compute capability 9.0 or more.
-    Rows without an adapter are not touched. M = 0 launches nothing. Raises as `lora_shrink_grouped`.
+    use_pdl: launch as the programmatic dependent of the launch before it on the stream, which must be the GEMM that
+    writes y and must itself have started only after the shrink ended (any ordinary launch does). Needs compute
+    capability 9.0 or more. Rows without an adapter are not touched. M = 0 launches nothing. Raises as
+    `lora_shrink_grouped`.
     """
     name = "lora_expand_add"
     picked = choose(name, y.device, implementation)
@@ -699,7 +716,8 @@ def lora_expand_add(
     widths = [b.values.shape[1] for b in lora_b]
     if any(b.values.shape[2] != R for b in lora_b) or sum(widths) != N:
         raise ValueError(
-            f"{name}: lora_b shapes {[tuple(b.values.shape) for b in lora_b]} do not fit y {tuple(y.shape)}; allowed: equal ranks, widths that sum to {N}"
+            f"{name}: lora_b shapes {[tuple(b.values.shape) for b in lora_b]} do not fit y {tuple(y.shape)}; "
+            f"allowed: equal ranks, widths that sum to {N}"
         )
     if not 1 <= R <= MAX_RANK:
         raise ValueError(f"{name}: rank={R} not supported; allowed: 1 to {MAX_RANK}")
@@ -716,7 +734,8 @@ def lora_expand_add(
         raise ValueError(f"{name}: {config} is not legal for R={R}; see is_legal_expand")
     if use_pdl and picked is Implementation.TRITON and torch.cuda.get_device_capability(y.device)[0] < 9:
         raise ValueError(
-            f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(y.device)}; allowed: 9.0 or more"
+            f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(y.device)}; "
+            f"allowed: 9.0 or more"
         )
     if M == 0:
         return y
@@ -751,7 +770,7 @@ def lora_expand_add(
         BLOCK_R=block_r,
         TILES_N=config.tiles_n,
         SPLIT_K=split_k,
-        EVEN=R == block_r and all(width % span == 0 for width in widths),
+        EVEN=block_r == R and all(width % span == 0 for width in widths),
         ENTRIES=triton.next_power_of_2(L + 1),
         USE_PDL=pdl,
         num_warps=config.num_warps,

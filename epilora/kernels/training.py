@@ -4,14 +4,15 @@
     dx = dy W + dh A,           dh = dy B            (dh A in the epilogue of the same kind of GEMM)
     dA = dh^T x                 dB = dy^T h
 
-W stays FP8 codes; they are widened in registers, tile by tile (`w8a16.py`). In the forward the channel scale multiplies the fp32
-sum. In dx the channel is what is summed over, so the scale multiplies the widened code and the product is rounded once to
-dy's dtype, exactly the weight a 16-bit trainer would hold; a per-tensor scale stays outside the sum.
+W stays FP8 codes; they are widened in registers, tile by tile (`w8a16.py`). In the forward the channel scale multiplies
+the fp32 sum. In dx the channel is what is summed over, so the scale multiplies the widened code and the product is
+rounded once to dy's dtype, exactly the weight a 16-bit trainer would hold; a per-tensor scale stays outside the sum.
 
 Two ways to run the products with W, chosen by name, never in silence:
 - `registers`: the kernels of this package. No 16-bit form of W exists outside registers and shared memory.
-- `panel`: the codes of at most PANEL_BYTES of 16-bit values are widened into one scratch buffer, the vendor's GEMM multiplies
-  with it, and the next panel overwrites it. The buffer's size does not depend on the model; no projection need ever be whole in it.
+- `panel`: the codes of at most PANEL_BYTES of 16-bit values are widened into one scratch buffer, the vendor's GEMM
+  multiplies with it, and the next panel overwrites it. The buffer's size does not depend on the model; no projection
+  need ever be whole in it.
 
 h, dh, dA and dB touch no base weight: they are the vendor's GEMMs (torch.mm), fp32 accumulation, rounded once.
 Autograd wiring lives with the trainer. One adapter per call (training); many adapters are `lora_expand.py`'s.
@@ -22,6 +23,7 @@ Source: section 3.3 of the EpiLoRA paper.
 
 from __future__ import annotations
 
+# ruff: noqa: PLR0917 (kernels take their pointers and strides by position)
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +55,7 @@ class DxConfig:
     use_tma: bool = False
 
 
-# ---- references -------------------------------------------------------------------------------------------------------------
+# ---- references ------------------------------------------------------------------------------------------------------
 
 
 def dequantise(weight: Operand) -> torch.Tensor:
@@ -99,7 +101,7 @@ def lora_grads_ref(
     return grads_a, grads_b
 
 
-# ---- kernels ----------------------------------------------------------------------------------------------------------------
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -208,7 +210,7 @@ def _widen_panel_kernel(
     w_ptr, ws_ptr, out_ptr, rows, columns, stride_wn,
     CHANNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns] = code * scale, rounded to out's dtype; a tile of BLOCK_N rows and BLOCK_K columns a program."""
+    """out [rows, columns] = code * scale, rounded to out's dtype; a BLOCK_N x BLOCK_K tile a program."""
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_n = offs_n < rows
@@ -226,7 +228,7 @@ def _widen_panel_kernel(
         tl.store(out_ptr + at * columns + offs_k[None, :], wide, mask=mask)
 
 
-# ---- launch configurations --------------------------------------------------------------------------------------------------
+# ---- launch configurations -------------------------------------------------------------------------------------------
 
 
 def is_legal_dx(config: DxConfig, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> bool:
@@ -251,7 +253,7 @@ def dx_config_for(M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTE
     return DxConfig(128, 256, 64, num_warps=8, num_stages=3)
 
 
-# ---- wrappers ---------------------------------------------------------------------------------------------------------------
+# ---- wrappers --------------------------------------------------------------------------------------------------------
 
 
 def _check_mode(name: str, mode: str) -> None:
@@ -274,13 +276,19 @@ def _check_pair(
             if not fits or not item.is_contiguous() or item.dtype != x.dtype or item.device != x.device:
                 raise ValueError(
                     f"{name}: {which}[{s}] is {item.dtype} {tuple(item.shape)} on {item.device}; "
-                    f"allowed: contiguous {x.dtype} {f'({R}, {K})' if which == 'lora_a' else f'[N_s, {R}]'} on {x.device}"
+                    f"allowed: contiguous {x.dtype} {(R, K) if which == 'lora_a' else f'[N_s, {R}]'} on {x.device}"
                 )
     if sum(b.shape[0] for b in lora_b) != N or not 1 <= R <= MAX_RANK:
         raise ValueError(
-            f"{name}: lora_b widths {[b.shape[0] for b in lora_b]}, rank {R}; allowed: widths that sum to {N}, rank 1 to {MAX_RANK}"
+            f"{name}: lora_b widths {[b.shape[0] for b in lora_b]}, rank {R}; "
+            f"allowed: widths that sum to {N}, rank 1 to {MAX_RANK}"
         )
     return R
+
+
+def _stacked(lora_a: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[S * R, K]; the matrix itself when there is one slice."""
+    return lora_a[0] if len(lora_a) == 1 else torch.cat(list(lora_a))
 
 
 def _format(dtype: torch.dtype) -> Format:
@@ -340,10 +348,12 @@ def train_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y = x W^T + h B^T and h, for one adapter over every token.
 
-    x: [M, K] bf16 or fp16, rows contiguous. weight: FP8 codes [N, K] with one scale or one a channel. lora_a: S tensors [R, K];
+    x: [M, K] bf16 or fp16, rows contiguous. weight: FP8 codes [N, K] with one scale or one a channel. lora_a: S tensors
+    [R, K];
     lora_b: S tensors [N_s, R], scaling folded in; both in x's dtype; none of them: the plain base.
     mode: see the module. Returns (y [M, N], h [M, S * R] to keep for `lora_grads`, None without an adapter), x's dtype.
-    M = 0 gives empty tensors. Raises TypeError, ValueError or UnsupportedKernel naming argument, value and what is allowed.
+    M = 0 gives empty tensors. Raises TypeError, ValueError or UnsupportedKernel naming argument, value and what is
+    allowed.
     """
     name = "train_forward"
     picked = choose(name, x.device, implementation)
@@ -358,7 +368,7 @@ def train_forward(
         )
     R = _check_pair(name, x, lora_a, lora_b, N, K)
     S = len(lora_a)
-    h = x @ torch.cat(list(lora_a)).t() if R else None  # [M, S * R]
+    h = x @ _stacked(lora_a).t() if R else None  # [M, S * R]
     if mode == "panel" and picked is not Implementation.REFERENCE:
         y = torch.empty(M, N, dtype=x.dtype, device=x.device)
         for rows in _spans(N, K, x.element_size()) if M else ():
@@ -414,7 +424,7 @@ def train_dx(
             column += b.shape[0]
     if picked is Implementation.REFERENCE:
         dx = train_dx_ref(dy, weight)
-        return (dx if dh is None else dx + dh.float() @ torch.cat(list(lora_a)).float()).to(dy.dtype), dh
+        return (dx if dh is None else dx + dh.float() @ _stacked(lora_a).float()).to(dy.dtype), dh
     dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
     if M == 0:
         return dx, dh
@@ -423,7 +433,7 @@ def train_dx(
             panel = widen_panel(weight, slice(0, N), columns, _panel(N, columns.stop - columns.start, dy))
             torch.mm(dy, panel, out=dx[:, columns])
         if dh is not None:
-            dx.addmm_(dh, torch.cat(list(lora_a)))
+            dx.addmm_(dh, _stacked(lora_a))
         return dx, dh
     shared = shared_limit(dy.device)
     config = config or dx_config_for(M, N, K, shared)
@@ -443,7 +453,7 @@ def train_dx(
         weight.scales,
         dx,
         dh if dh is not None else dx,
-        torch.cat(list(lora_a)) if dh is not None else dx,
+        _stacked(lora_a) if dh is not None else dx,
         M,
         N,
         K,
@@ -469,10 +479,11 @@ def train_dx(
 def lora_grads(
     x: torch.Tensor, dy: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, widths: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """dA = dh^T x and dB = dy^T h of one adapter, from what forward and dx kept. Vendor GEMMs; no base weight takes part.
+    """dA = dh^T x and dB = dy^T h of one adapter, from what forward and dx kept. Vendor GEMMs; no base weight takes
+    part.
 
-    x: [M, K]; dy: [M, N]; h, dh: [M, S * R]; widths: N_s of the S slices. Returns (S tensors [R, K], S tensors [N_s, R]) in
-    x's dtype. M = 0 gives zeros. Raises ValueError for shapes that do not fit.
+    x: [M, K]; dy: [M, N]; h, dh: [M, S * R]; widths: N_s of the S slices. Returns (S tensors [R, K], S tensors [N_s,
+    R]) in x's dtype. M = 0 gives zeros. Raises ValueError for shapes that do not fit.
     """
     S = len(widths)
     if (
@@ -483,7 +494,8 @@ def lora_grads(
         or not x.shape[0] == dy.shape[0] == h.shape[0]
     ):
         raise ValueError(
-            f"lora_grads: x {tuple(x.shape)}, dy {tuple(dy.shape)}, h {tuple(h.shape)}, dh {tuple(dh.shape)}, widths {list(widths)} do not fit; "
+            f"lora_grads: x {tuple(x.shape)}, dy {tuple(dy.shape)}, h {tuple(h.shape)}, dh {tuple(dh.shape)}, "
+            f"widths {list(widths)} do not fit; "
             "allowed: equal rows, h and dh [M, S * R], widths that sum to dy's columns"
         )
     R = h.shape[1] // S

@@ -1,19 +1,21 @@
-"""W8A16: a GEMM that reads FP8 codes and unrounded 16-bit activations. Codes are widened in registers; no 16-bit copy exists.
+"""W8A16: a GEMM that reads FP8 codes and unrounded 16-bit activations. Codes are widened in registers; no 16-bit copy
+exists.
 
     y[m, n] = (sum_k x[m, k] code[n, k]) * scale[n] + bias[n] + sum_r h[m, s(n), r] B[slot(m), n, r]
 
-Every e4m3 code is exact in bf16 and fp16, so the products are those of x with the stored codes, accumulated in fp32; the weight
-scale, the bias and the adapter's term are added in fp32 and y is rounded once. This is the arithmetic of the matched engine and
-of the trainer (`training.py` launches the same kernel). NaN codes stay NaN.
+Every e4m3 code is exact in bf16 and fp16, so the products are those of x with the stored codes, accumulated in fp32;
+the weight scale, the bias and the adapter's term are added in fp32 and y is rounded once. This is the arithmetic of the
+matched engine and of the trainer (`training.py` launches the same kernel). NaN codes stay NaN.
 
-Two orientations of one kernel. `swap` (W is the 64-row side of the MMA, tokens its narrow side; widened codes go from registers
-straight into wgmma) serves few tokens and, with wide token tiles, large batches; without it widened codes pass through shared
-memory. Few tokens leave few output tiles, so K may be split: every part writes its fp32 tile to a workspace and the block that arrives
-last adds the parts in the order of K. The counter decides who adds, never the order, and its last user sets it back to zero: a
-captured graph replays without resets and no block ever waits for another.
+Two orientations of one kernel. `swap` (W is the 64-row side of the MMA, tokens its narrow side; widened codes go from
+registers straight into wgmma) serves few tokens and, with wide token tiles, large batches; without it widened codes
+pass through shared memory. Few tokens leave few output tiles, so K may be split: every part writes its fp32 tile to a
+workspace and the block that arrives last adds the parts in the order of K. The counter decides who adds, never the
+order, and its last user sets it back to zero: a captured graph replays without resets and no block ever waits for
+another.
 
-Widening goes code -> fp16 -> fp32 -> bf16 because the direct conversion compiles to one-quarter-rate instructions on sm_90
-(F2F.BF16.F16), which alone would cost as much time as streaming the weights.
+Widening goes code -> fp16 -> fp32 -> bf16 because the direct conversion compiles to one-quarter-rate instructions on
+sm_90 (F2F.BF16.F16), which alone would cost as much time as streaming the weights.
 
 Left out: block scales and NVFP4 (refused by name), activations in FP8 (the fused FP8 GEMM has a file of its own).
 
@@ -23,6 +25,7 @@ Source: sections 3.1 and 3.3 of the EpiLoRA paper.
 
 from __future__ import annotations
 
+# ruff: noqa: PLR0917 (kernels take their pointers and strides by position)
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +71,8 @@ class LoraTerm:
 
 @dataclass(frozen=True)
 class W8A16Config:
-    """Tiles of the GEMM. swap: W on the MMA's row side. split_k: parts of K summed in order. group_m: tiles of M that share W in L2.
+    """Tiles of the GEMM. swap: W on the MMA's row side. split_k: parts of K summed in order. group_m: tiles of M that
+    share W in L2.
 
     use_tma: weight tiles by the bulk tensor copy engine (compute capability 9.0 or more, K a multiple of 16).
     """
@@ -113,7 +117,7 @@ def w8a16_gemm_ref(
     return y
 
 
-# ---- kernel -----------------------------------------------------------------------------------------------------------------
+# ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -126,10 +130,26 @@ def _widen(codes, like: tl.constexpr):
 
 @triton.jit
 def _add_slice(
-    acc, h_ptr, b_ptr, bs_ptr, slot, offs_m, mask_m, offs_n, start, width, stride_part, stride_row,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, SPLIT_H: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """acc += h B^T for the rows in mask_m and the columns of one slice ([start, start + width)) that lie in the tile."""
+    acc,
+    h_ptr,
+    b_ptr,
+    bs_ptr,
+    slot,
+    offs_m,
+    mask_m,
+    offs_n,
+    start,
+    width,
+    stride_part,
+    stride_row,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SPLIT_H: tl.constexpr,
+    SCALED: tl.constexpr,
+    SWAP: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """acc += h B^T for the rows in mask_m and the tile's columns of one slice ([start, start + width))."""
     offs_r = tl.arange(0, BLOCK_R)
     n = offs_n - start
     mask_n = (n >= 0) & (n < width)
@@ -152,11 +172,10 @@ def _add_slice(
             acc += tl.dot(b, tl.trans(h), input_precision="ieee") * scale[:, None]
         else:
             acc += tl.dot(h, tl.trans(b), input_precision="ieee") * scale[None, :]
+    elif SWAP:
+        acc = tl.dot(b, tl.trans(h), acc, input_precision="ieee")
     else:
-        if SWAP:
-            acc = tl.dot(b, tl.trans(h), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
+        acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
     return acc
 
 
@@ -234,7 +253,7 @@ def _w8a16_kernel(
     if not TMA:
         w_tile = w_ptr + w_row.to(tl.int64)[:, None] * K + (k_from + offs_k)[None, :]  # [BLOCK_N, BLOCK_K]
     if USE_PDL:
-        # Weights never change: start their way to L2, let the next launch start too, then wait for the launch that wrote x.
+        # Weights never change: start them to L2, let the next launch start too, then wait for the one that wrote x.
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0 and not TMA:
             lines = tl.arange(0, PREFETCH) * 128
@@ -261,11 +280,10 @@ def _w8a16_kernel(
                 x = tl.load(x_tile, mask=mask_m[:, None], other=0.0)
             else:
                 x = tl.load(x_tile, mask=mask_m[:, None] & (k_from + step * BLOCK_K + offs_k < K)[None, :], other=0.0)
+        elif EVEN_K:
+            x = tl.load(x_tile)
         else:
-            if EVEN_K:
-                x = tl.load(x_tile)
-            else:
-                x = tl.load(x_tile, mask=(k_from + step * BLOCK_K + offs_k < K)[None, :], other=0.0)
+            x = tl.load(x_tile, mask=(k_from + step * BLOCK_K + offs_k < K)[None, :], other=0.0)
         if SWAP:
             acc = tl.dot(_widen(w, dtype), tl.trans(x), acc, input_precision="ieee")
         else:
@@ -327,23 +345,95 @@ def _w8a16_kernel(
             if used > 0:
                 start = 0
                 if tile_from < n0:
-                    acc = _add_slice(acc, h_ptr, b0_ptr, bs0_ptr, slot, offs_m, rows, offs_n, start, n0, stride_part, stride_row,
-                                     R, BLOCK_R, SPLIT_H, B_SCALED, SWAP, dtype)  # fmt: skip
+                    acc = _add_slice(
+                        acc,
+                        h_ptr,
+                        b0_ptr,
+                        bs0_ptr,
+                        slot,
+                        offs_m,
+                        rows,
+                        offs_n,
+                        start,
+                        n0,
+                        stride_part,
+                        stride_row,
+                        R,
+                        BLOCK_R,
+                        SPLIT_H,
+                        B_SCALED,
+                        SWAP,
+                        dtype,
+                    )
                 if NUM_SLICES > 1:
                     start = n0
                     if (tile_from < start + n1) & (tile_from + BLOCK_N > start):
-                        acc = _add_slice(acc, h_ptr + R, b1_ptr, bs1_ptr, slot, offs_m, rows, offs_n, start, n1, stride_part, stride_row,
-                                         R, BLOCK_R, SPLIT_H, B_SCALED, SWAP, dtype)  # fmt: skip
+                        acc = _add_slice(
+                            acc,
+                            h_ptr + R,
+                            b1_ptr,
+                            bs1_ptr,
+                            slot,
+                            offs_m,
+                            rows,
+                            offs_n,
+                            start,
+                            n1,
+                            stride_part,
+                            stride_row,
+                            R,
+                            BLOCK_R,
+                            SPLIT_H,
+                            B_SCALED,
+                            SWAP,
+                            dtype,
+                        )
                 if NUM_SLICES > 2:
                     start = n0 + n1
                     if (tile_from < start + n2) & (tile_from + BLOCK_N > start):
-                        acc = _add_slice(acc, h_ptr + 2 * R, b2_ptr, bs2_ptr, slot, offs_m, rows, offs_n, start, n2, stride_part, stride_row,
-                                         R, BLOCK_R, SPLIT_H, B_SCALED, SWAP, dtype)  # fmt: skip
+                        acc = _add_slice(
+                            acc,
+                            h_ptr + 2 * R,
+                            b2_ptr,
+                            bs2_ptr,
+                            slot,
+                            offs_m,
+                            rows,
+                            offs_n,
+                            start,
+                            n2,
+                            stride_part,
+                            stride_row,
+                            R,
+                            BLOCK_R,
+                            SPLIT_H,
+                            B_SCALED,
+                            SWAP,
+                            dtype,
+                        )
                 if NUM_SLICES > 3:
                     start = n0 + n1 + n2
                     if tile_from + BLOCK_N > start:
-                        acc = _add_slice(acc, h_ptr + 3 * R, b3_ptr, bs3_ptr, slot, offs_m, rows, offs_n, start, n3, stride_part, stride_row,
-                                         R, BLOCK_R, SPLIT_H, B_SCALED, SWAP, dtype)  # fmt: skip
+                        acc = _add_slice(
+                            acc,
+                            h_ptr + 3 * R,
+                            b3_ptr,
+                            bs3_ptr,
+                            slot,
+                            offs_m,
+                            rows,
+                            offs_n,
+                            start,
+                            n3,
+                            stride_part,
+                            stride_row,
+                            R,
+                            BLOCK_R,
+                            SPLIT_H,
+                            B_SCALED,
+                            SWAP,
+                            dtype,
+                        )
     out = acc.to(y_ptr.dtype.element_ty)
     if SWAP:
         out = tl.trans(out)
@@ -354,7 +444,7 @@ def _w8a16_kernel(
         tl.store(y_tile, out, mask=mask_m[:, None] & mask_n[None, :])
 
 
-# ---- launch configurations --------------------------------------------------------------------------------------------------
+# ---- launch configurations -------------------------------------------------------------------------------------------
 
 
 def is_legal_w8a16(config: W8A16Config, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> bool:
@@ -426,11 +516,13 @@ def _workspace(device: torch.device, elements: int, tiles: int) -> W8A16Workspac
 def _check_weight(kernel: str, weight: Operand, device: torch.device) -> None:
     if weight.format is not Format.FP8_E4M3 or weight.axis not in (ScaleAxis.TENSOR, ScaleAxis.CHANNEL):
         raise UnsupportedKernel(
-            f"{kernel}: weight is {weight.format.value} with axis={weight.axis.value}; allowed: fp8_e4m3 with axis tensor or channel"
+            f"{kernel}: weight is {weight.format.value} with axis={weight.axis.value}; "
+            f"allowed: fp8_e4m3 with axis tensor or channel"
         )
     if weight.values.dim() != 2 or not weight.values.is_contiguous():
         raise ValueError(
-            f"{kernel}: weight has shape {tuple(weight.values.shape)} and strides {weight.values.stride()}; allowed: contiguous [N, K]"
+            f"{kernel}: weight has shape {tuple(weight.values.shape)} and strides {weight.values.stride()}; "
+            f"allowed: contiguous [N, K]"
         )
     if (
         weight.device != device
@@ -454,12 +546,14 @@ def w8a16_gemm(
 ) -> torch.Tensor:
     """y = x W^T on FP8 codes and 16-bit activations, with the adapters' up-projections added in the epilogue.
 
-    x: [M, K] bf16 or fp16, rows contiguous. weight: [N, K] e4m3 codes, one fp32 scale or one a row. bias: [N] in x's dtype.
-    lora: see `LoraTerm`; rows whose slot is not among the groups' active slots get none. out: [M, N] in x's dtype to write.
+    x: [M, K] bf16 or fp16, rows contiguous. weight: [N, K] e4m3 codes, one fp32 scale or one a row. bias: [N] in x's
+    dtype.
+    lora: see `LoraTerm`; rows whose slot is not among the groups' active slots get none. out: [M, N] in x's dtype to
+    write.
     use_pdl: launch as the programmatic dependent of the launch before (compute capability 9.0 or more); weights start
     moving before x is complete. The default config comes from `w8a16_config_for`.
-    Returns y [M, N]. M = 0 launches nothing. Split-K launches on one device share a workspace: do not run two at once on
-    different streams. Raises TypeError, ValueError or UnsupportedKernel naming argument, value and what is allowed.
+    Returns y [M, N]. M = 0 launches nothing. Split-K launches on one device share a workspace: do not run two at once
+    on different streams. Raises TypeError, ValueError or UnsupportedKernel naming argument, value and what is allowed.
     """
     name = "w8a16_gemm"
     picked = choose(name, x.device, implementation)
@@ -473,7 +567,8 @@ def w8a16_gemm(
         )
     if bias is not None and (tuple(bias.shape) != (N,) or bias.dtype != x.dtype or bias.device != x.device):
         raise ValueError(
-            f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; allowed: {x.dtype} ({N},) on {x.device}"
+            f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; "
+            f"allowed: {x.dtype} ({N},) on {x.device}"
         )
     if out is None:
         out = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -489,12 +584,14 @@ def w8a16_gemm(
         S = len(widths)
         if sum(widths) != N or any(b.values.shape[2] != R for b in lora.lora_b) or not 1 <= R <= MAX_RANK:
             raise ValueError(
-                f"{name}: lora.lora_b widths {widths} and rank {R} do not fit; allowed: widths that sum to {N}, equal ranks up to {MAX_RANK}"
+                f"{name}: lora.lora_b widths {widths} and rank {R} do not fit; "
+                f"allowed: widths that sum to {N}, equal ranks up to {MAX_RANK}"
             )
         h = lora.h
         if h.dim() != 4 or tuple(h.shape[1:]) != (M, S, R) or not h.is_contiguous() or h.device != x.device:
             raise ValueError(
-                f"{name}: lora.h is {tuple(h.shape)} on {h.device}; allowed: contiguous [split_k, {M}, {S}, {R}] on {x.device}"
+                f"{name}: lora.h is {tuple(h.shape)} on {h.device}; "
+                f"allowed: contiguous [split_k, {M}, {S}, {R}] on {x.device}"
             )
         if h.dtype != (x.dtype if h.shape[0] == 1 else torch.float32):
             raise TypeError(
@@ -510,7 +607,8 @@ def w8a16_gemm(
                 or lora.slots.device != x.device
             ):
                 raise ValueError(
-                    f"{name}: lora.slots is {lora.slots.dtype} {tuple(lora.slots.shape)}; allowed: int32 with at least {M} entries on {x.device}"
+                    f"{name}: lora.slots is {lora.slots.dtype} {tuple(lora.slots.shape)}; "
+                    f"allowed: int32 with at least {M} entries on {x.device}"
                 )
             _check_groups(name, lora.groups, M, L, x.device)
     shared = shared_limit(x.device)
@@ -524,7 +622,8 @@ def w8a16_gemm(
     pdl = use_pdl and picked is Implementation.TRITON
     if pdl and torch.cuda.get_device_capability(x.device)[0] < 9:
         raise ValueError(
-            f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(x.device)}; allowed: 9.0 or more"
+            f"{name}: use_pdl=True on compute capability {torch.cuda.get_device_capability(x.device)}; "
+            f"allowed: 9.0 or more"
         )
     codes = weight.values
     if config.use_tma:

@@ -1,7 +1,9 @@
-"""Compile the large-batch kernels offline and print one JSON object a line: {"kernel", "cc", "registers", "stack", "shared"}.
+"""Compile the large-batch kernels offline and print one JSON object a line: {"kernel", "cc", "registers", "stack",
+"shared"}.
 
-Runs in a process of its own, without the interpreter and without a GPU: `python tests/kernels/compile_large.py 89 90 100 120`.
-Registers and stack come from cuobjdump (ships with Triton) on the compiled binary; a stack is a spill or an indexed array.
+Runs in a process of its own, without the interpreter and without a GPU: `python tests/kernels/compile_large.py 89 90
+100 120`. Registers and stack come from cuobjdump (ships with Triton) on the compiled binary; a stack is a spill or an
+indexed array.
 """
 
 from __future__ import annotations
@@ -64,10 +66,26 @@ def compile_kernel(
 
 def w8a16_constants(config: w8a16.W8A16Config, lora: int, slices: int, split_h: int, pdl: bool) -> dict:
     return {
-        "R": 64, "NUM_SLICES": slices, "LORA": lora, "B_SCALED": False, "SPLIT_H": split_h, "CHANNEL": True, "HAS_BIAS": False,
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BLOCK_R": 64, "SPLIT_K": config.split_k,
-        "GROUP_M": config.group_m, "EVEN_N": True, "EVEN_K": True, "SWAP": config.swap, "TMA": False, "USE_PDL": pdl, "PREFETCH": 2 if pdl else 0,
-    }  # fmt: skip
+        "R": 64,
+        "NUM_SLICES": slices,
+        "LORA": lora,
+        "B_SCALED": False,
+        "SPLIT_H": split_h,
+        "CHANNEL": True,
+        "HAS_BIAS": False,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "BLOCK_R": 64,
+        "SPLIT_K": config.split_k,
+        "GROUP_M": config.group_m,
+        "EVEN_N": True,
+        "EVEN_K": True,
+        "SWAP": config.swap,
+        "TMA": False,
+        "USE_PDL": pdl,
+        "PREFETCH": 2 if pdl else 0,
+    }
 
 
 def cases(cc: int):
@@ -84,14 +102,21 @@ def cases(cc: int):
     }
     partial = {"h_ptr": "*fp32"}
     yield (
-        "shrink_small", lora_expand._lora_shrink_grouped_kernel,
-        shrink | {"BLOCK_M": 16, "BLOCK_K": 128, "SPLIT_K": 4, "QUANT_BLOCK": 2048}, 4, 4, partial,
-    )  # fmt: skip
+        "shrink_small",
+        lora_expand._lora_shrink_grouped_kernel,
+        shrink | {"BLOCK_M": 16, "BLOCK_K": 128, "SPLIT_K": 4, "QUANT_BLOCK": 2048},
+        4,
+        4,
+        partial,
+    )
     yield (
-        "shrink_large_fp8", lora_expand._lora_shrink_grouped_kernel,
-        shrink | {"BLOCK_M": 64, "BLOCK_K": 64, "SPLIT_K": 1, "QUANT_BLOCK": 0, "A_SCALED": True}, 4, 3,
+        "shrink_large_fp8",
+        lora_expand._lora_shrink_grouped_kernel,
+        shrink | {"BLOCK_M": 64, "BLOCK_K": 64, "SPLIT_K": 1, "QUANT_BLOCK": 0, "A_SCALED": True},
+        4,
+        3,
         {f"a{i}_ptr": "*fp8e4nv" for i in range(4)},
-    )  # fmt: skip
+    )
     expand = {
         "R": 64,
         "NUM_SLICES": 4,

@@ -1,4 +1,5 @@
-"""Every large-batch kernel compiles for Ada, Hopper and both Blackwells, without spills and within a block's shared memory."""
+"""Every large-batch kernel compiles for Ada, Hopper and both Blackwells, without spills and within a block's shared
+memory."""
 
 from __future__ import annotations
 

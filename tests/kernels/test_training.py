@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# ruff: noqa: PLR0917 (parametrised tests)
 import pytest
 import torch
 from kernel_cases import problem
@@ -87,7 +88,7 @@ def test_gradients_are_those_of_autograd(device, dtype):
     a32 = [t.float().requires_grad_() for t in a]
     b32 = [t.float().requires_grad_() for t in b]
     train_forward_ref(x32, p.weight, a32, b32).backward(dy.float())
-    y, h = train_forward(p.x, p.weight, a, b, config=FORWARD)
+    _, h = train_forward(p.x, p.weight, a, b, config=FORWARD)
     dx, dh = train_dx(dy, p.weight, a, b)
     grads_a, grads_b = lora_grads(p.x, dy, h, dh, (32, 16))
     limit = 4 * torch.finfo(dtype).eps

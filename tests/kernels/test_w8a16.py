@@ -1,7 +1,9 @@
-"""The W8A16 GEMM against fp32: both orientations, split-K, scales, bias, adapters in the epilogue; arguments refused by name."""
+"""The W8A16 GEMM against fp32: both orientations, split-K, scales, bias, adapters in the epilogue; arguments refused by
+name."""
 
 from __future__ import annotations
 
+# ruff: noqa: PLR0917 (parametrised tests)
 import pytest
 import torch
 from kernel_cases import problem
@@ -106,27 +108,27 @@ def test_default_configs_are_legal():
 def test_bad_arguments_are_refused_by_name(device, dtype):
     p = problem(4, 64, (32,), 8, 2, kind="one", dtype=dtype, device=device, bias=True)
     out = torch.zeros(4, 32, dtype=dtype, device=device)
+    nvfp4 = Operand(
+        torch.zeros(32, 32, dtype=torch.uint8, device=device),
+        Format.NVFP4,
+        ScaleAxis.BLOCK,
+        torch.zeros(32, 4, device=device).to(torch.float8_e4m3fn),
+        (1, 16),
+    )
     with pytest.raises(UnsupportedKernel, match=r"weight is nvfp4 with axis=block; allowed: fp8_e4m3"):
-        nvfp4 = Operand(
-            torch.zeros(32, 32, dtype=torch.uint8, device=device),
-            Format.NVFP4,
-            ScaleAxis.BLOCK,
-            torch.zeros(32, 4, device=device).to(torch.float8_e4m3fn),
-            (1, 16),
-        )
         w8a16_gemm(p.x, nvfp4, out=out)
     with pytest.raises(ValueError, match=r"weight \(32, 64\) does not fit x \(4, 48\)"):
         w8a16_gemm(p.x[:, :48].contiguous(), p.weight, out=out)
     with pytest.raises(ValueError, match="bias is"):
         w8a16_gemm(p.x, p.weight, bias=p.bias[:5], out=out)
-    with pytest.raises(TypeError, match="x is torch.float64"):
+    with pytest.raises(TypeError, match=r"x is torch\.float64"):
         w8a16_gemm(p.x.double(), p.weight)
     with pytest.raises(ValueError, match="out is"):
         w8a16_gemm(p.x, p.weight, out=out[:2])
     with pytest.raises(ValueError, match="is not legal"):
         w8a16_gemm(p.x, p.weight, out=out, config=W8A16Config(16, 32, 64, True, 8))
     h = torch.zeros(1, 4, 1, 8, dtype=dtype, device=device)
-    with pytest.raises(ValueError, match="slots given without lora.groups"):
+    with pytest.raises(ValueError, match=r"slots given without lora\.groups"):
         w8a16_gemm(p.x, p.weight, out=out, lora=LoraTerm(h, p.lora_b, p.slots))
     with pytest.raises(ValueError, match=r"lora.h is \(1, 3, 1, 8\)"):
         w8a16_gemm(p.x, p.weight, out=out, lora=LoraTerm(h[:, :3].contiguous(), p.lora_b))

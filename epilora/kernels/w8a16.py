@@ -492,7 +492,7 @@ def w8a16_config_for(M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_B
 class W8A16Workspace:
     """Scratch of split-K launches on one device: fp32 parts and tile counters. One launch at a time may use it.
 
-    parts: fp32 [elements]; counters: int32 [tiles], zero between launches. Grows on demand outside graph capture.
+    parts: fp32 [elements]; counters: int32 [tiles], zero between launches.
     """
 
     def __init__(self, device: torch.device, elements: int = 1 << 22) -> None:
@@ -500,17 +500,24 @@ class W8A16Workspace:
         self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
-_workspaces: dict[torch.device, W8A16Workspace] = {}
+_workspaces: dict[torch.device, list[W8A16Workspace]] = {}
 
 
 def _workspace(device: torch.device, elements: int, tiles: int) -> W8A16Workspace:
+    """The newest workspace of a device, a larger one if need be. Older ones stay: captured graphs hold their addresses."""
     if tiles > _COUNTERS:
-        raise ValueError(f"w8a16_gemm: {tiles} output tiles with split_k; allowed: at most {_COUNTERS}; use split_k=1")
-    found = _workspaces.get(device)
-    if found is None or found.parts.numel() < elements:
-        found = W8A16Workspace(device, max(elements, 1 << 22))
-        _workspaces[device] = found
-    return found
+        raise ValueError(
+            f"w8a16_gemm: {tiles} output tiles with split_k; allowed: at most {_COUNTERS}; take split_k=1 or larger tiles"
+        )
+    held = _workspaces.setdefault(device, [])
+    if not held or held[-1].parts.numel() < elements:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"w8a16_gemm: the workspace must grow to {elements} values during graph capture; run the same call once "
+                "before capturing"
+            )
+        held.append(W8A16Workspace(device, max(elements, 1 << 22)))
+    return held[-1]
 
 
 def _check_weight(kernel: str, weight: Operand, device: torch.device) -> None:

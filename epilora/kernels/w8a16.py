@@ -504,16 +504,17 @@ _workspaces: dict[torch.device, list[W8A16Workspace]] = {}
 
 
 def _workspace(device: torch.device, elements: int, tiles: int) -> W8A16Workspace:
-    """The newest workspace of a device, a larger one if need be. Older ones stay: captured graphs hold their addresses."""
+    """A device's newest workspace, or a larger one. Older ones stay: captured graphs hold their addresses."""
     if tiles > _COUNTERS:
         raise ValueError(
-            f"w8a16_gemm: {tiles} output tiles with split_k; allowed: at most {_COUNTERS}; take split_k=1 or larger tiles"
+            f"w8a16_gemm: {tiles} output tiles with split_k; "
+            f"allowed: at most {_COUNTERS}; take split_k=1 or larger tiles"
         )
     held = _workspaces.setdefault(device, [])
     if not held or held[-1].parts.numel() < elements:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"w8a16_gemm: the workspace must grow to {elements} values during graph capture; run the same call once "
+                f"w8a16_gemm: the workspace must grow to {elements} values during capture; run the same call once "
                 "before capturing"
             )
         held.append(W8A16Workspace(device, max(elements, 1 << 22)))

@@ -153,3 +153,9 @@ def supported_arguments(function: Any, arguments: dict[str, Any]) -> dict[str, A
     """The arguments that this release's function or dataclass takes."""
     known = set(_parameters(function))
     return {name: value for name, value in arguments.items() if name in known}
+
+
+def validation_errors() -> tuple[type[Exception], ...]:
+    """What SamplingParams raises for values it does not allow."""
+    found = _attribute("vllm.exceptions:VLLMValidationError")
+    return (ValueError,) if found is None else (ValueError, found)

@@ -484,19 +484,22 @@ class VllmEngine:
                 f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens} exceed the"
                 f" context of {self._max_model_len} tokens (max_model_len)"
             )
-        params = self._SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop=list(sampling.stop) or None,
-            seed=sampling.seed,
-            logprobs=sampling.logprobs,
-            ignore_eos=sampling.ignore_eos,
-            detokenize=streamed or bool(sampling.stop),
-            flat_logprobs=not streamed and sampling.logprobs is not None,
-            output_kind=self._OutputKind.DELTA if streamed else self._OutputKind.FINAL_ONLY,
-        )
+        try:
+            params = self._SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                stop=list(sampling.stop) or None,
+                seed=sampling.seed,
+                logprobs=sampling.logprobs,
+                ignore_eos=sampling.ignore_eos,
+                detokenize=streamed or bool(sampling.stop),
+                flat_logprobs=not streamed and sampling.logprobs is not None,
+                output_kind=self._OutputKind.DELTA if streamed else self._OutputKind.FINAL_ONLY,
+            )
+        except compat.validation_errors() as err:
+            raise ValueError(f"request {request.request_id!r}: {err}") from err
         return self._hold(_Live(request, prompt, params, on_done=_nothing, submitted_s=time.perf_counter()))
 
     def _check_prompt(self, request_id: str, prompt: Sequence[int]) -> None:

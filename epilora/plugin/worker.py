@@ -66,7 +66,10 @@ class WorkerExtension:
             )
 
     def epilora_base_checksum(self) -> str:
-        """sha256 of all base parameters as they lie in memory now (see `adapters.digest.weights_digest`)."""
+        """sha256 of all base parameters as they lie in memory now (see `adapters.digest.weights_digest`).
+
+        A parameter that vLLM repacked and emptied (unquantised layers on some CPUs) counts with its name only.
+        """
         return weights_digest(
             (name, shared.bytes_view[: shared.rows]) for name, _, shared, _ in self._epilora_parameters()
         )
@@ -74,7 +77,7 @@ class WorkerExtension:
     def epilora_export_weights(self, folder: str, engine: str) -> WeightManifest:
         """Move every base parameter into one file in `folder`, once; later calls return the same manifest.
 
-        Raises MemoryInfeasible if `folder` cannot hold it, UnsupportedKernel off the CPU.
+        Raises MemoryInfeasible if `folder` cannot hold it, UnsupportedKernel off the CPU or where vLLM repacked a weight.
         """
         state = self.__dict__.setdefault("_epilora_export", {})
         if state:
@@ -84,6 +87,12 @@ class WorkerExtension:
                 f"export_weights: parameters on {self.device}; only the CPU's shared memory is exported so far"
             )  # type: ignore[attr-defined]
         listed = list(self._epilora_parameters())
+        for name, parameter, _, _ in listed:
+            if not parameter.numel():
+                raise UnsupportedKernel(
+                    f"export_weights: {name} is empty: vLLM repacked it for this CPU and others cannot read that copy;"
+                    " quantise the base (fp8_per_channel)"
+                )
         rank, size = self.parallel_config.rank, self.parallel_config.world_size  # type: ignore[attr-defined]
         path = os.path.join(folder, f"epilora-{engine}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights")
         shared_file = SharedFile(path, [shared for _, _, shared, _ in listed])

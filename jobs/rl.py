@@ -70,7 +70,7 @@ async def _evaluate(system: System, task: Any, adapter: str | None) -> dict[str,
     seen = await evaluate(
         system.engine,
         task,
-        problems=rl.eval_problems,
+        problems=min(rl.eval_problems, task.size("held_out")),
         adapter=adapter,
         max_tokens=rl.max_tokens,
         stop=tuple(rl.stop),

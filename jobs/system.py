@@ -59,6 +59,7 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.max_num_seqs,
             "max_num_batched_tokens": engine.max_num_batched_tokens,
+            "tenant_seats": engine.tenant_seats,
             "max_loras": engine.max_loras,
             "max_lora_rank": engine.max_lora_rank,
             "kv_cache_bytes": engine.kv_cache_mib * planner.MIB,

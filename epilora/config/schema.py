@@ -54,6 +54,7 @@ class EngineConfig:
     max_model_len: int = 64
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    tenant_seats: int = 0  # of max_num_seqs, how many rollouts leave to tenants
     max_loras: int = 8  # adapter slots = versions that can be live at once
     max_lora_rank: int = 16
     kv_cache_mib: int = 64

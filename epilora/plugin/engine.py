@@ -26,6 +26,7 @@ import queue
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -141,6 +142,7 @@ class VllmEngine:
         max_model_len: int = 512,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        tenant_seats: int = 0,
         max_loras: int = 4,
         max_lora_rank: int = 16,
         kv_cache_bytes: int = 64 << 20,
@@ -155,12 +157,15 @@ class VllmEngine:
         name: of the engine, in manifests. model_path: folder with config.json, weights, tokenizer. dtype: float32, bfloat16,
         float16. quantization: vLLM's name, None for none. activations: "w8a8" or "w8a16" (FP8 bases).
         max_lora_rank: one of vLLM's (1, 8, 16, 32, 64, ...). target_modules: suffixes adapters may target; None: all linears.
+        tenant_seats: how many of max_num_seqs rollouts leave free, so that a tenant never waits for a rollout to end.
         kv_cache_bytes: of the cache. block_size: tokens a cache block, None: vLLM's choice. shm_dir: for `export_weights`.
 
         Raises RuntimeError if the plugin is not active, UnsupportedKernel if the activations cannot be had, and what vLLM raises.
         """
         if activations not in ("w8a8", "w8a16"):
             raise ValueError(f"VllmEngine: activations={activations!r}; allowed are w8a8, w8a16")
+        if not 0 <= tenant_seats < max_num_seqs:
+            raise ValueError(f"VllmEngine: tenant_seats={tenant_seats}; allowed are 0 to max_num_seqs - 1 = {max_num_seqs - 1}")
         self.name = name
         self._model_path = str(model_path)
         self._shm_dir = shm_dir
@@ -171,7 +176,9 @@ class VllmEngine:
         self._lock = threading.RLock()  # guards _slots, _versions, _receipts, _names
         self._names: set[str] = set()  # engine ids of requests between submission and end
         self._live: dict[str, _Live] = {}  # step thread only; engine id -> request
-        self._internal: dict[str, _Live] = {}  # step thread only
+        self._internal: dict[str, _Live] = {}  # step thread only; those vLLM has
+        self._queued: deque[_Live] = deque()  # step thread only; rollouts that wait for a seat, also in _live
+        self._rollout_seats = max_num_seqs - tenant_seats
         self._inbox: queue.SimpleQueue[list[_Live] | _Command | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
@@ -220,6 +227,7 @@ class VllmEngine:
         ready.set_result(info)
         try:
             while self._drain():
+                self._seat_rollouts()
                 if self._live:
                     self._step()
                 self._take_snapshot()
@@ -323,7 +331,22 @@ class VllmEngine:
             command.future.set_exception(err)
 
     def _admit(self, batch: list[_Live]) -> None:
-        """Add all requests of one call; if vLLM refuses one, none runs."""
+        """Add all tenants' requests of one call (if vLLM refuses one, none runs); rollouts queue for their seats."""
+        rollouts = [live for live in batch if live.request.kind == "rollout"]
+        self._queued += rollouts
+        self._live |= {live.engine_id: live for live in rollouts}
+        self._add([live for live in batch if live.request.kind != "rollout"])
+
+    def _seat_rollouts(self) -> None:
+        """Give free rollout seats to the requests that queue for them, in order."""
+        if not self._queued:
+            return
+        seated = sum(live.request.kind == "rollout" for live in self._internal.values())
+        while self._queued and seated < self._rollout_seats:
+            self._add([self._queued.popleft()])
+            seated += 1
+
+    def _add(self, batch: list[_Live]) -> None:
         added: list[_Live] = []
         try:
             for live in batch:
@@ -417,8 +440,12 @@ class VllmEngine:
             live = self._live.get(engine_id)
             if live is None:
                 continue
-            tokens, logprobs = compat.partial_output(self._engine, live.internal_id)
-            self._engine.abort_request([engine_id])
+            tokens, logprobs = (), None
+            if live.internal_id:
+                tokens, logprobs = compat.partial_output(self._engine, live.internal_id)
+                self._engine.abort_request([engine_id])
+            else:
+                self._queued.remove(live)
             if live.extract is not None:
                 self._finish(live, asyncio.CancelledError())
                 continue
@@ -430,6 +457,7 @@ class VllmEngine:
 
     def _take_snapshot(self) -> None:
         running, waiting, usage = compat.engine_counts(self._engine)
+        waiting += len(self._queued)
         self._snapshot = {**self._rpc("epilora_stats"), "running": running, "waiting": waiting, "kv_usage": usage}
 
     def _die(self, err: BaseException) -> None:
@@ -441,6 +469,7 @@ class VllmEngine:
         for live in list(self._live.values()):
             live.on_done(dead)
         self._live.clear()
+        self._queued.clear()
         while True:
             try:
                 item = self._inbox.get_nowait()

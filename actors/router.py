@@ -191,6 +191,8 @@ class CoServingRouter:
             config=CoreConfig(
                 base_names=tuple(args.get("base_names", ())),
                 max_running=int(args.get("max_running", 4096)),
+                max_active=int(args.get("max_active", 256)),
+                max_queue=int(args.get("max_queue", 1024)),
                 import_roots=tuple(args.get("import_roots", ())),
                 timeouts=Timeouts(**args.get("timeouts", {})),
             ),
@@ -216,7 +218,7 @@ def _names(value: Any) -> list[str]:
 
 
 _ARGS = {"engines", "store", "namespace", "base_model", "base_names", "tenants", "tenants_file", "admin_key_hashes"}
-_ARGS |= {"replicas", "max_running", "import_roots", "timeouts"}
+_ARGS |= {"replicas", "max_running", "max_active", "max_queue", "import_roots", "timeouts"}
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:

@@ -1,6 +1,6 @@
 """The co-serving router without Ray and without a web framework: request in, reply out.
 
-    authenticate -> check the body -> resolve the model name to a version -> limits -> choose an engine
+    authenticate -> check the body -> resolve the model name to a version -> limits -> a fair turn -> choose an engine
     -> make sure that version is loaded there (once, however many ask) -> generate or stream -> settle limits
 
 The digest the name resolved to is what the engine is asked for and what the reply reports (`system_fingerprint`, header
@@ -33,6 +33,7 @@ from epilora.errors import (
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
 
 from . import openai_api as wire
+from .fairness import FairGate, Turn, service
 from .limits import Lease, Limiter, RateLimited
 from .metrics import CONTENT_TYPE, ServingMetrics
 from .names import not_found, parse_model
@@ -103,7 +104,7 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Bounds on every wait, in seconds. slot_s: for an adapter slot to become free."""
+    """Bounds on every wait, in seconds. slot_s: for an adapter slot to become free; queue_s: for a turn."""
 
     first_token_s: float = 120.0
     next_token_s: float = 60.0
@@ -111,17 +112,23 @@ class Timeouts:
     load_s: float = 60.0
     control_s: float = 15.0
     slot_s: float = 2.0
+    queue_s: float = 60.0
 
 
 @dataclass(frozen=True)
 class CoreConfig:
     """base_names: further names of the base beside the engine's own. max_running: requests in the router before 429.
 
+    max_active: requests the engines work on at once; beyond it tenants take turns by virtual token counters.
+    max_queue: waiting requests per tenant before 429.
+
     import_roots: folders /v1/load_lora_adapter may read from; empty: any (the caller holds an admin key).
     """
 
     base_names: tuple[str, ...] = ()
     max_running: int = 4096
+    max_active: int = 256
+    max_queue: int = 1024
     import_roots: tuple[str, ...] = ()
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -176,6 +183,15 @@ class _Engine:
 
 
 @dataclass
+class _Ticket:
+    """What an admitted request holds until it ends: its limits and, once it is its turn, a place at the engines."""
+
+    lease: Lease
+    turn: Turn | None = None
+    open: bool = True
+
+
+@dataclass
 class _Job:
     """One admitted request on its way."""
 
@@ -183,7 +199,7 @@ class _Job:
     call: Call
     identity: Identity
     version: AdapterVersion | None
-    lease: Lease
+    ticket: _Ticket
     engine: _Engine
     requests: list[GenerateRequest]
     started_s: float
@@ -191,7 +207,6 @@ class _Job:
     last_s: float | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    queued_s: float = 0.0
     unfinished: set[str] = field(default_factory=set)
 
     @property
@@ -222,6 +237,7 @@ class ServingCore:
         self.metrics = metrics or ServingMetrics()
         self._refresh_tenants, self._clock = refresh_tenants, clock
         self._limiter = Limiter(clock)
+        self._gate = FairGate(self.config.max_active, self.config.max_queue)
         self._token_texts: dict[tuple[str, int], str] = {}
         self._running = 0
         self._background: set[asyncio.Task[Any]] = set()
@@ -456,13 +472,14 @@ class ServingCore:
             info = await self._any_info()
             version = await self._resolve(call.model, tenant, info)
             adapter = version.name if version else "base"
-            lease = self._limiter.admit(tenant, call.estimated_tokens)
+            ticket = _Ticket(self._limiter.admit(tenant, call.estimated_tokens))
             self._running += 1
             try:
-                job = await self._prepare(tenant, call, version, info=info, lease=lease, started=started)
+                await self._take_turn(ticket, tenant, call)
+                job = await self._prepare(tenant, call, version, info=info, ticket=ticket, started=started)
                 reply = await (self._streamed(job) if call.stream else self._whole(job))
             except BaseException:
-                self._release(lease)
+                self._release(ticket)
                 raise
             status = reply.status
             return reply
@@ -475,10 +492,32 @@ class ServingCore:
         finally:
             self.metrics.finished(tenant.name, adapter, status)
 
-    def _release(self, lease: Lease) -> None:
-        if not lease.released:
-            self._running -= 1
-            lease.release()
+    async def _take_turn(self, ticket: _Ticket, tenant: TenantConfig, call: Call) -> None:
+        """Wait until it is this tenant's turn. Raises ApiError 429 if too many wait already, or for too long."""
+        start = self._clock()
+        try:
+            ticket.turn = await asyncio.wait_for(
+                self._gate.enter(tenant.name, call.estimated_tokens, tenant.weight), self.config.timeouts.queue_s
+            )
+        except (asyncio.QueueFull, TimeoutError) as err:
+            raise ApiError(
+                429,
+                f"tenant {tenant.name}: {str(err) or 'no turn came in time'}",
+                type="rate_limit_error",
+                code="queue_full",
+                headers={"retry-after": "5"},
+            ) from err
+        self.metrics.queued(tenant.name, self._clock() - start)
+
+    def _release(self, ticket: _Ticket, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """Give back what the request held; once, however it ended."""
+        if not ticket.open:
+            return
+        ticket.open = False
+        self._running -= 1
+        ticket.lease.release()
+        if ticket.turn is not None:
+            ticket.turn.finish(service(prompt_tokens, completion_tokens))
 
     async def _prepare(
         self,
@@ -487,7 +526,7 @@ class ServingCore:
         version: AdapterVersion | None,
         *,
         info: EngineInfo,
-        lease: Lease,
+        ticket: _Ticket,
         started: float,
     ) -> _Job:
         """Choose an engine, load the version there, and spell out one engine request per choice."""
@@ -520,7 +559,7 @@ class ServingCore:
                 )
         fingerprint = version.digest if version else info.base_digest
         identity = Identity(request_id, int(time.time()), call.model, fingerprint)
-        return _Job(tenant, call, identity, version, lease, engine, requests, started)
+        return _Job(tenant, call, identity, version, ticket, engine, requests, started)
 
     def _headers(self, job: _Job) -> dict[str, str]:
         version = job.version
@@ -559,7 +598,7 @@ class ServingCore:
             "choices": choices,
             "usage": wire.usage(job.prompt_tokens, job.completion_tokens),
         }
-        self._release(job.lease)
+        self._release(job.ticket, job.prompt_tokens, job.completion_tokens)
         return Reply(200, body, self._headers(job))
 
     async def _generate(self, job: _Job) -> list[Completion]:
@@ -623,7 +662,7 @@ class ServingCore:
 
     def _end_stream(self, job: _Job, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Once per stream, however it ended: stop the engine requests that still run, settle, count."""
-        if job.lease.released:
+        if not job.ticket.open:
             return
         self._stop(job, tasks)
         choices = len(tasks)
@@ -632,7 +671,7 @@ class ServingCore:
             tpot = (job.last_s - job.first_s) * choices / (job.completion_tokens - choices)
         self.metrics.latency(job.tenant.name, job.adapter_name, job.first_s, tpot)
         self._settle(job)
-        self._release(job.lease)
+        self._release(job.ticket, job.prompt_tokens, job.completion_tokens)
 
     async def _pump(self, job: _Job, index: int, queue: asyncio.Queue[Any]) -> None:
         """Move one choice's chunks into the queue, then None or the error. A stream that began is not begun again."""
@@ -723,7 +762,7 @@ class ServingCore:
         return piece
 
     def _settle(self, job: _Job) -> None:
-        job.lease.settle(job.prompt_tokens + job.completion_tokens)
+        job.ticket.lease.settle(job.prompt_tokens + job.completion_tokens)
         self.metrics.tokens(job.tenant.name, job.adapter_name, job.prompt_tokens, job.completion_tokens)
 
     def _abort(self, engine: _Engine, job: _Job, request_ids: Sequence[str]) -> None:

@@ -59,10 +59,6 @@ class Lease:
             self._state.tokens.level += self._reserved - used_tokens
             self._reserved = -1.0
 
-    @property
-    def released(self) -> bool:
-        return not self._open
-
     def release(self) -> None:
         """End the request. One that never settled (it failed) gets its reservation back."""
         if self._open:

@@ -258,6 +258,49 @@ def test_a_full_server_says_429(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_tenants_take_turns_when_the_engines_are_full(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[PlainFakeEngine(token_s=0.002)], max_active=2, timeouts=Timeouts())
+        order: list[str] = []
+
+        async def ask(tenant: str) -> None:
+            reply = await parts.complete(key=f"{tenant}-key", max_tokens=4, stream=len(order) % 2 == 0)
+            if isinstance(reply.body, EventStream):
+                await events(reply)
+            assert reply.status == 200
+            order.append(tenant)
+
+        noisy = [asyncio.create_task(ask("acme")) for _ in range(40)]
+        await asyncio.sleep(0.005)
+        quiet = [asyncio.create_task(ask("bolt")) for _ in range(8)]
+        await asyncio.gather(*noisy, *quiet)
+        last = max(index for index, tenant in enumerate(order) if tenant == "bolt")
+        assert last <= 24, order  # 8 of its own, as many of the neighbour's, and what was under way already
+        assert (parts.core._gate.running, parts.core._gate.waiting, parts.core._running) == (0, 0, 0)
+
+    run(scenario())
+
+
+def test_a_turn_that_does_not_come_is_429(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(
+            tmp_path, engines=[PlainFakeEngine(token_s=0.1)], max_active=1, max_queue=1, timeouts=Timeouts(queue_s=0.1)
+        )
+        first = asyncio.create_task(parts.complete(max_tokens=4))
+        await asyncio.sleep(0.02)
+        second = asyncio.create_task(parts.complete())
+        await asyncio.sleep(0.02)
+        full = await parts.complete()
+        assert (full.status, error(full)["code"]) == (429, "queue_full")
+        assert "1 requests waiting" in error(full)["message"]
+        late = await second
+        assert (late.status, "no turn came in time" in error(late)["message"]) == (429, True)
+        assert (await first).status == 200
+        assert parts.core._gate.running == 0
+
+    run(scenario())
+
+
 def test_token_limits_are_settled_with_what_was_used(tmp_path: Path) -> None:
     async def scenario() -> None:
         now = [0.0]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-LOGITS_CHUNK_BYTES = 32 << 20  # bound on one chunk of fp32 logits, whatever `chunk` says
-HEAD_PIECE_BYTES = 16 << 20
+LOGITS_CHUNK_BYTES = 8 << 20  # bound on one chunk of fp32 logits, whatever `chunk` says
+HEAD_PIECE_BYTES = 8 << 20
 
 
 def selected_logprobs(
@@ -62,10 +62,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         entropy, normaliser = torch.empty(tokens), torch.empty(tokens)
         for part in _chunks(tokens, head_VK.shape[0], chunk):
             logits = _logits(hidden_TK[part], head_VK)
-            normaliser[part] = torch.logsumexp(logits, dim=-1)
-            chosen[part] = logits.gather(1, ids_TS[part]) - normaliser[part, None]
-            logits -= normaliser[part, None]
-            entropy[part] = -(logits.exp() * logits).sum(-1)
+            largest = logits.amax(-1, keepdim=True)
+            logits -= largest
+            weights = logits.exp()  # the only other buffer of this size
+            total = weights.sum(-1)
+            normaliser[part] = largest[:, 0] + total.log()
+            chosen[part] = logits.gather(1, ids_TS[part]) - total.log()[:, None]
+            entropy[part] = total.log() - weights.mul_(logits).sum(-1) / total
         ctx.save_for_backward(hidden_TK, head_VK, ids_TS, normaliser)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy)
@@ -78,7 +81,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         out = torch.zeros(hidden_TK.shape, dtype=torch.float32)
         for part in _chunks(hidden_TK.shape[0], head_VK.shape[0], ctx.chunk):
             dz = _logits(hidden_TK[part], head_VK)
-            dz = (dz - normaliser[part, None]).exp_().mul_(-grad_TS[part].sum(-1, keepdim=True))
+            dz.sub_(normaliser[part, None]).exp_().mul_(-grad_TS[part].sum(-1, keepdim=True))
             dz.scatter_add_(1, ids_TS[part], grad_TS[part])
             for columns, rows in _head_pieces(head_VK, torch.float32):
                 out[part] += dz[:, columns] @ rows

@@ -5,6 +5,7 @@ Pages of the mapped base are counted as shared even while no other process maps 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterable
@@ -12,6 +13,22 @@ from pathlib import Path
 
 _KIB = 1024
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def give_back_large_blocks(threshold_bytes: int = 1 << 20) -> None:
+    """Make malloc return blocks of at least `threshold_bytes` to the system as soon as they are freed, for the process.
+
+    By default glibc raises its threshold to 32 MiB and keeps a fragmented heap: a 135 M parameter trainer then grew to
+    1.3 GB where it needs half. Costs page faults. Raises OSError if malloc refuses.
+    """
+    libc = ctypes.CDLL(None)
+    for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+        if not libc.mallopt(option, threshold_bytes):
+            raise OSError(f"mallopt({option}, {threshold_bytes}) was refused")
 
 
 def _kib(line: str) -> int:

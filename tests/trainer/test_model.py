@@ -86,7 +86,7 @@ def test_adapter_gradients_equal_autograd_in_fp32(small: Small, checkpoint_activ
     logp = torch.cat(reference_logprobs(model, pairs))
     (-logp.mean()).backward()
     metrics = trainer.train_sft("s", pairs)
-    assert metrics["loss"] == pytest.approx(float(-logp.mean()), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(-logp.mean().item(), rel=1e-5)
     clip = min(1.0, session.optimizer.grad_clip / metrics["grad_norm"])
     assert len(leaves) == 14
     for name, (a, b) in leaves.items():

@@ -18,6 +18,7 @@ from epilora.errors import AdapterRejected
 from epilora.types import AdapterSpec
 
 from .digest import as_tensor
+from .fold import ALL_LINEAR
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
@@ -42,7 +43,8 @@ def config_of(spec: AdapterSpec, base_model: str = "") -> dict[str, Any]:
         "r": spec.rank,
         "lora_alpha": int(spec.alpha) if float(spec.alpha).is_integer() else spec.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(spec.target_modules),
+        # PEFT knows the shorthand as a plain string only
+        "target_modules": ALL_LINEAR if ALL_LINEAR in spec.target_modules else sorted(spec.target_modules),
         "use_rslora": spec.use_rslora,
         "rank_pattern": dict(spec.rank_pattern),
         "alpha_pattern": dict(spec.alpha_pattern),
@@ -66,7 +68,7 @@ def spec_of(config: Mapping[str, Any]) -> AdapterSpec:
     targets = config.get("target_modules")
     if not targets:
         raise AdapterRejected(f"{CONFIG_NAME}: target_modules={targets!r}; it must name at least one module")
-    if isinstance(targets, str) and targets != "all-linear":
+    if isinstance(targets, str) and targets != ALL_LINEAR:
         raise AdapterRejected(
             f"{CONFIG_NAME}: target_modules={targets!r} is a regular expression; list the module names instead"
         )

@@ -56,6 +56,14 @@ def test_reads_what_peft_writes(tmp_path):
     assert set(tensors) == {"base_model.model.q_proj.lora_A.weight", "base_model.model.q_proj.lora_B.weight"}
 
 
+def test_all_linear_is_pefts_shorthand():
+    from peft import LoraConfig
+
+    spec = AdapterSpec(2, 4.0, ("all-linear",))
+    assert LoraConfig(target_modules=config_of(spec)["target_modules"]).target_modules == "all-linear"
+    assert spec_of(config_of(spec)) == spec
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [

@@ -108,8 +108,8 @@ def test_a_changed_signature_is_noticed(monkeypatch):
     (problem,) = compat.layer_problems()
     assert "BaseLinearLayerWithLoRA.apply" in problem
     assert "expected ['self', 'x', 'bias']" in problem
-    monkeypatch.delattr(BaseLinearLayerWithLoRA, "set_lora")
-    assert any("set_lora is missing" in problem for problem in compat.layer_problems())
+    monkeypatch.delattr(BaseLinearLayerWithLoRA, "_get_quant_method")
+    assert any("_get_quant_method is missing" in problem for problem in compat.layer_problems())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -353,8 +354,9 @@ class AdapterStore:
 
     def list(self, *, offset: int = 0, limit: int = 100, owner: str | None = None) -> Versions:
         """All versions, newest first, one page. owner: only its own ("" for the shared ones)."""
-        where, args = ("WHERE v.owner=? ", (owner,)) if owner is not None else ("", ())
-        return self._select(self._db(), f"{where}ORDER BY v.id DESC LIMIT ? OFFSET ?", (*args, limit, offset))
+        where, args = ("WHERE owner=? ", (owner,)) if owner is not None else ("", ())
+        page = f"(SELECT id FROM versions {where}ORDER BY id DESC LIMIT ? OFFSET ?)"
+        return self._select(self._db(), f"WHERE v.id IN {page} ORDER BY v.id DESC", (*args, limit, offset))
 
     def promote(self, name: str, version: int, *, owner: str | None = None, actor: str = "") -> AdapterVersion:
         """Point the name at one of its versions. Atomic and durable. Raises AdapterNotFound."""
@@ -456,7 +458,7 @@ class AdapterStore:
             raise AdapterNotFound(
                 f"{len(rows) or 'no'} adapter contents have the digest {digest!r}; give all 64 characters"
             )
-        return rows[0][0], spec_from_dict(json.loads(rows[0][1]))
+        return rows[0][0], _spec(rows[0][1])
 
     def _keep(self, digest: str, arrays: Mapping[str, np.ndarray]) -> None:
         size = sum(array.nbytes for array in arrays.values())
@@ -710,6 +712,11 @@ def _visible(owner: str | None, tenant: str | None, table: str) -> tuple[str, tu
     return "", ()
 
 
+@lru_cache(maxsize=4096)
+def _spec(document: str) -> AdapterSpec:
+    return spec_from_dict(json.loads(document))
+
+
 def _version(row: tuple[Any, ...]) -> AdapterVersion:
     owner, name, version, digest, spec, base_model, base_digest, created_s, metadata, revision = row
     document = json.loads(metadata)
@@ -719,7 +726,7 @@ def _version(row: tuple[Any, ...]) -> AdapterVersion:
         name=name,
         version=version,
         digest=digest,
-        spec=spec_from_dict(json.loads(spec)),
+        spec=_spec(spec),
         base_digest=base_digest,
         base_model=base_model,
         created_s=created_s,

@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels.tune --tokens 1 4 8 16 --out tuned.json
 
-Every candidate runs as it will run: a chain of layers with weights of their own in one CUDA graph. A candidate whose result differs
-from the reference by more than rounding is rejected before it is timed.
+Candidates first run alone (a chain of one projection), the best of them then inside the layer, one choice at a time, because what a
+projection costs depends on its neighbours: launches overlap. A candidate whose result differs from the reference by more than
+rounding is rejected before it is timed.
 """
 
 from __future__ import annotations
@@ -16,88 +17,138 @@ import json
 import pathlib
 import statistics
 import time
+from collections.abc import Iterable
 
 import torch
 
-from benchmarks.harness import capture, rms_error, time_graphs
+from benchmarks.harness import capture, rms_error, time_graphs, warm_up
 from benchmarks.kernels.layers import ProjectionData, decode_workspace, layer_chain, token_slots, with_tokens
 from benchmarks.shapes import MODELS, Projection
 from epilora.kernels import lora_decode as ld
 
 MAX_ERROR = 6e-3  # RMS; rounding h and y to bf16 gives 2e-3 to 3e-3
+KEPT = 4  # candidates of a projection that are tried inside the layer
+# (row tiles, warps or warpgroups along K, bytes of K a stage)
+TILES = ((2, 2, 512), (2, 4, 512), (2, 4, 1024), (3, 2, 1024), (3, 4, 512), (4, 2, 512), (4, 2, 1024), (6, 2, 512))
+WGMMA_TILES = ((2, 1, 1024), (2, 2, 1024), (2, 2, 512), (3, 1, 512), (3, 2, 1024), (4, 1, 512), (4, 2, 512), (4, 2, 1024))
 
 
-def candidates(shape: Projection, M: int, rank: int, wide: bool) -> list[ld.DecodeConfig]:
-    """Legal configurations worth timing: GEMM tiles first, prologue splits for one tile shape each."""
+def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.DecodeConfig]:
+    """Legal tile shapes worth timing: those that leave at most 30 % of the multiprocessors idle."""
     found = []
-    kibs = (200, 104) if wide else (200,)
-    for row_tiles, k_warps, stage_k, kib in itertools.product((1, 2, 3, 4, 6), (2, 4, 8), (512, 1024, 2048), kibs):
-        if row_tiles * k_warps > 16 or row_tiles * k_warps < 4:
-            continue
-        tiles = -(-shape.N // (row_tiles * 16))
-        rounds = -(-tiles // 132)
-        if tiles / (rounds * 132) < 0.7:  # more than 30 % of the multiprocessors idle
-            continue
-        splits, warps = (6, 8) if shape.K >= 8192 else (4, 4)
-        c = ld.DecodeConfig(row_tiles, k_warps, stage_k, kib, 1, warps, splits, 1)
-        if ld.is_legal(c, M, shape.K, shape.slices, rank):
-            found.append(c)
+    for wgmma, tiles in ((False, TILES), (True, WGMMA_TILES)):
+        for row_tiles, k_warps, stage_k in tiles:
+            blocks = -(-shape.N // (row_tiles * 16))
+            if blocks / (-(-blocks // 132) * 132) < 0.7:
+                continue
+            c = ld.DecodeConfig(
+                row_tiles=row_tiles,
+                k_warps=k_warps,
+                stage_k=stage_k,
+                wgmma=wgmma,
+                shrink_warps=8 if shape.K >= 8192 else 4,
+                shrink_splits=8,
+                shrink_groups=adapters,
+                lora_warps=8 if adapters > 4 else 4,
+            )
+            if ld.is_legal(c, M, shape.K, shape.slices, rank):
+                found.append(c)
     return found
 
 
-def prologue_candidates(best: ld.DecodeConfig, shape: Projection, M: int) -> list[ld.DecodeConfig]:
-    """The best GEMM tile with other prologue shapes."""
-    out = []
-    for splits, warps in itertools.product((1, 2, 4, 6, 8, 12, 16), (2, 4, 8, 16)):
-        if 128 <= shape.K / (splits * warps) <= 1024:
-            out.append(dataclasses.replace(best, shrink_splits=splits, shrink_warps=warps))
-    return out
+def variations(c: ld.DecodeConfig, K: int) -> list[list[ld.DecodeConfig]]:
+    """Choices to make one after another inside the layer, each a list of alternatives to `c`."""
+    pairs = [(s, w) for s, w in itertools.product((1, 2, 4, 8), (4, 8, 16)) if 128 <= K / (s * w) <= 1024]
+    return [
+        [dataclasses.replace(c, shrink_splits=s, shrink_warps=w) for s, w in pairs],
+        [dataclasses.replace(c, window_kib=w) for w in (56, 72, 96)] + [dataclasses.replace(c, shared_kib=220)],
+        [dataclasses.replace(c, early=not c.early)],
+    ]
 
 
-def precompile(configs: list[ld.DecodeConfig], M: int, rank: int) -> None:
+def precompile(configs: Iterable[ld.DecodeConfig], M: int, rank: int) -> None:
     """Compile every kernel the configurations need, in parallel."""
     jobs = set()
     for c in configs:
-        jobs.add(("prologue", tuple(ld.prologue_macros(False, c.shrink_warps, M).items()), c.shrink_warps * 32))
-        jobs.add(("gemm", tuple(ld.gemm_macros(False, c, M, rank).items()), (c.row_tiles * c.k_warps + 1) * 32))
+        warps = c.shrink_warps if rank else ld.QUANTISE_WARPS
+        jobs.add(("prologue", tuple(ld.prologue_macros(False, warps, M).items()), warps * 32))
+        jobs.add(("gemm", tuple(ld.gemm_macros(False, c, M, rank).items()), ld.gemm_threads(c, rank)))
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda job: ld._kernel(*job, 0), jobs))
 
 
-def runner(config: ld.DecodeConfig, slots: torch.Tensor | None, workspace: ld.DecodeWorkspace, **options):
-    """fn(data) that launches one projection."""
+def run_projection(data: ProjectionData, config: ld.DecodeConfig, slots: torch.Tensor | None, workspace: ld.DecodeWorkspace, **options) -> None:
+    """One call of the decode path into the projection's own output."""
+    lora = (data.lora_a, data.lora_b, slots) if slots is not None else ()
+    ld.lora_decode(data.x, data.weight, *lora, workspace=workspace, out=data.y, config=config, implementation="cuda", **options)
 
-    def run(data: ProjectionData) -> None:
-        lora = (data.lora_a, data.lora_b, slots) if slots is not None else ()
-        ld.lora_decode(data.x, data.weight, *lora, workspace=workspace, out=data.y, config=config, implementation="cuda", **options)
+
+def layer_runner(configs: list[ld.DecodeConfig], slots, workspace, **options):
+    """fn(layer) that runs all projections of a layer."""
+
+    def run(layer: list[ProjectionData]) -> None:
+        for data, config in zip(layer, configs, strict=True):
+            run_projection(data, config, slots, workspace, **options)
 
     return run
 
 
-def check(config: ld.DecodeConfig, data: ProjectionData, slots: torch.Tensor | None, workspace: ld.DecodeWorkspace) -> float:
-    """RMS error of one configuration against the fp32 reference."""
-    data.y.fill_(float("nan"))
-    runner(config, slots, workspace)(data)
+def error_of(config: ld.DecodeConfig, data: ProjectionData, slots, workspace, tries: int = 3) -> float:
+    """Largest RMS error of one configuration against the fp32 reference over a few calls."""
     lora = (data.lora_a, data.lora_b, slots) if slots is not None else ()
-    return rms_error(data.y, ld.lora_decode_ref(data.x, data.weight, *lora))
+    reference = ld.lora_decode_ref(data.x, data.weight, *lora)
+    worst = 0.0
+    for _ in range(tries):
+        data.y.fill_(float("nan"))
+        workspace.h.fill_(float("nan"))
+        run_projection(data, config, slots, workspace)
+        worst = max(worst, rms_error(data.y, reference))
+    return worst
 
 
-def search(chain: list[ProjectionData], configs: list[ld.DecodeConfig], slots, workspace, rank: int, replays: int) -> list[tuple[float, ld.DecodeConfig]]:
-    """(median us, config), fastest first."""
-    precompile(configs, chain[0].x.shape[0], rank)
-    graphs = {}
-    for c in configs:
-        error = check(c, chain[0], slots, workspace)
-        if error > MAX_ERROR:
-            print(f"REJECTED {chain[0].shape.name} M={chain[0].x.shape[0]} error {error:.2e} {c}", flush=True)
-            continue
-        graphs[c] = capture(runner(c, slots, workspace), chain, warmups=1)
-    times = time_graphs(graphs, len(chain), replays)
-    return sorted(((statistics.median(t), c) for c, t in times.items()), key=lambda pair: pair[0])
+def search_layer(layers: list[list[ProjectionData]], slots, adapters: int, workspace, rank: int, replays: int = 7) -> tuple[list[ld.DecodeConfig], list[str]]:
+    """The fastest configuration found for each projection of the layer, and lines that tell how."""
+    M = layers[0][0].x.shape[0]
+    lists = [candidates(d.shape, M, rank, adapters) for d in layers[0]]
+    precompile(itertools.chain.from_iterable(lists), M, rank)
+    lines, kept = [], []
+    for i, configs in enumerate(lists):
+        data = layers[0][i]
+        good = []
+        for c in configs:
+            error = error_of(c, data, slots, workspace)
+            if error > MAX_ERROR:
+                lines.append(f"REJECTED {data.shape.name} M={M} error {error:.1e} {short(c)}")
+            else:
+                good.append(c)
+        chain = [one[i] for one in layers]
+        graphs = {c: capture(lambda d, c=c: run_projection(d, c, slots, workspace), chain, warmups=1) for c in good}
+        times = {c: statistics.median(t) for c, t in time_graphs(graphs, len(chain), replays).items()}
+        order = sorted(times, key=times.__getitem__)
+        lines.append(f"M={M} {data.shape.name}: " + "; ".join(f"{times[c]:.1f} {short(c)}" for c in order[:6]) + f" ... {times[order[-1]]:.1f}")
+        kept.append(order[:KEPT])
+    best = [k[0] for k in kept]
+
+    def improve(i: int, alternatives: list[ld.DecodeConfig]) -> None:
+        legal = [best[i]] + [c for c in alternatives if c != best[i] and ld.is_legal(c, M, layers[0][i].shape.K, layers[0][i].shape.slices, rank)]
+        precompile(legal, M, rank)
+        legal = [c for c in legal if error_of(c, layers[0][i], slots, workspace, tries=2) <= MAX_ERROR]
+        graphs = {c: capture(layer_runner([*best[:i], c, *best[i + 1 :]], slots, workspace), layers, warmups=1) for c in legal}
+        times = {c: statistics.median(t) for c, t in time_graphs(graphs, len(layers), replays).items()}
+        best[i] = min(times, key=times.__getitem__)
+
+    for i in range(len(best)):
+        improve(i, kept[i])
+    for choice in range(3):
+        for i, data in enumerate(layers[0]):
+            improve(i, variations(best[i], data.shape.K)[choice])
+    return best, lines
 
 
 def short(c: ld.DecodeConfig) -> str:
-    return f"rows {c.row_tiles * 16} warps {c.row_tiles}x{c.k_warps} stage {c.stage_k} {c.shared_kib}K shrink {c.shrink_splits}x{c.shrink_warps}/{c.shrink_groups}"
+    """A configuration in a few characters."""
+    kind = "wg" if c.wgmma else "mma"
+    return f"{kind} {c.row_tiles}x{c.k_warps}/{c.stage_k} w{c.window_kib}/{c.shared_kib}{'e' if c.early else ''} s{c.shrink_splits}x{c.shrink_warps}"
 
 
 def main() -> None:
@@ -107,55 +158,43 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[1], help="distinct adapters, one for each of --tokens or one for all")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=200.0, help="stop starting new searches after this long")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="table of configurations; kept entries of an existing file stay")
     args = parser.parse_args()
     start = time.time()
     layer = MODELS[args.model]
     base = layer_chain(1, args.rank, args.slots, layer)
     workspace = decode_workspace(args.rank, layer)
-    table: dict[str, dict] = {}
+    table = json.loads(args.out.read_text()) if args.out.exists() else {"gpu": torch.cuda.get_device_name(), "entries": []}
+    warm_up()
     for index, M in enumerate(args.tokens):
-        num_adapters = args.adapters[index] if len(args.adapters) > 1 else args.adapters[0]
         if time.time() - start > args.seconds:
             print(f"out of time before M={M}", flush=True)
             break
-        slots = token_slots(M, num_adapters, args.slots)
+        adapters = args.adapters[index] if len(args.adapters) > 1 else args.adapters[0]
+        slots = token_slots(M, adapters, args.slots)
         layers = [[with_tokens(d, M) for d in one] for one in base]
-        best: list[ld.DecodeConfig] = []
-        for i, shape in enumerate(layer):
-            chain = [one[i] for one in layers]
-            found = search(chain, candidates(shape, M, args.rank, wide=M in (1, 16)), slots, workspace, args.rank, args.replays)
-            top = found[0][1]
-            found2 = search(chain, [dataclasses.replace(c, shrink_groups=g) for c in prologue_candidates(top, shape, M) for g in sorted({1, num_adapters})], slots, workspace, args.rank, args.replays)
-            top = found2[0][1]
-            best.append(top)
-            table[f"{shape.name}/M{M}/a{num_adapters}"] = {"us": found2[0][0], "config": dataclasses.asdict(top)}
-            print(f"M={M} a={num_adapters} {shape.name}: {found2[0][0]:.1f} {short(top)} | gemm tiles: " + "; ".join(f"{t:.1f} {c.row_tiles}x{c.k_warps}/{c.stage_k}/{c.shared_kib}" for t, c in found[:5]) + f" ... worst {found[-1][0]:.1f} | shrink: " + "; ".join(f"{t:.1f} {c.shrink_splits}x{c.shrink_warps}/{c.shrink_groups}" for t, c in found2[1:5]) + f" ... worst {found2[-1][0]:.1f}", flush=True)
-
-        def layer_run(with_slots, **options):
-            runs = [runner(c, with_slots, workspace, **options) for c in best]
-
-            def run(one):
-                for r, d in zip(runs, one, strict=True):
-                    r(d)
-
-            return run
-
-        variants = {
-            "adapter": layer_run(slots),
-            "none": layer_run(None),
-            "serial prologue": layer_run(slots, overlap_previous=False),
-            "none, serial prologue": layer_run(None, overlap_previous=False),
-            "no PDL": layer_run(slots, use_pdl=False),
-        }
+        best, lines = search_layer(layers, slots, adapters, workspace, args.rank)
         precompile(best, M, 0)
+        variants = {
+            "adapter": layer_runner(best, slots, workspace),
+            "none": layer_runner(best, None, workspace),
+            "serial prologue": layer_runner(best, slots, workspace, overlap_previous=False),
+            "none, serial prologue": layer_runner(best, None, workspace, overlap_previous=False),
+            "no PDL": layer_runner(best, slots, workspace, use_pdl=False),
+        }
         graphs = {name: capture(fn, layers) for name, fn in variants.items()}
-        times = {name: statistics.median(t) for name, t in time_graphs(graphs, len(layers), 20).items()}
-        table[f"layer/M{M}/a{num_adapters}"] = times
-        print(f"M={M} a={num_adapters} LAYER " + ", ".join(f"{n} {t:.1f}" for n, t in times.items()) + f"  ({time.time() - start:.0f} s)", flush=True)
-        args.out.write_text(json.dumps({"model": args.model, "gpu": torch.cuda.get_device_name(), "rank": args.rank, "slots": args.slots, "table": table}, indent=1))
+        times = {name: round(statistics.median(t), 2) for name, t in time_graphs(graphs, len(layers), 20).items()}
+        for shape, config in zip(layer, best, strict=True):
+            entry = {"N": shape.N, "K": shape.K, "M": M, "rank": args.rank, "adapters": adapters, "config": dataclasses.asdict(config)}
+            same = ("N", "K", "M", "rank", "adapters")
+            table["entries"] = [e for e in table["entries"] if any(e[k] != entry[k] for k in same)] + [entry]
+        table.setdefault("layers", {})[f"{args.model}/M{M}/a{adapters}/s{args.slots}"] = times
+        args.out.write_text(json.dumps(table, indent=1))
+        for line in lines:
+            print(line, flush=True)
+        print(f"M={M} a={adapters} LAYER " + ", ".join(f"{n} {t:.1f}" for n, t in times.items()) + f"  ({time.time() - start:.0f} s)", flush=True)
+        print("   chosen: " + " | ".join(f"{s.name} {short(c)}" for s, c in zip(layer, best, strict=True)), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
     y = (xq W^T) w_scale x_scale + bias + h B^T    GEMM, a programmatic dependent of the prologue
 
 On sm_90 and newer both kernels are CUDA C++ (`cuda/decode.cu`): the GEMM fills a ring of shared memory with weights while
-the prologue still runs, waits once for the prologue, does the up-projection while the ring fills, then multiplies. With
-`overlap_previous` the prologue is itself a dependent of whatever ran before, waiting before it reads x, so that the weights
-of this projection start to stream in the tail of the previous kernel. There are no flags: every wait is
-`griddepcontrol.wait`, so nothing can be stale or deadlock after an aborted run. Elsewhere (sm_89, odd shapes) the same two steps
+the prologue still runs, starts to multiply when the tokens' codes are there (one flag a token), and waits for the prologue's
+end only in the warps that do the up-projection, beside the main loop. With `overlap_previous` the prologue is itself a
+dependent of whatever ran before, waiting before it reads x, so that the weights of this projection start to stream in the
+tail of the previous kernel. Flags hold a number of the call, are cleared by the last block that saw them, and are set by
+blocks that started before the waiting ones could: they neither go stale nor deadlock. Elsewhere (sm_89, odd shapes) the same two steps
 run as Triton kernels. Which one ran shows in `dispatch.calls()`.
 
 Legend: M tokens, N out features, K in features, R rank, S slices, L adapter slots.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,23 +36,31 @@ from .quantize import ACTIVATION_DTYPES, quantize_ref
 from .tiles import check, check_tensor, pad4
 
 MAX_TOKENS = 32
-_STATIC_SHARED = 1024  # barriers and alignment beside the dynamic ring
+QUANTISE_WARPS = 16  # of a prologue block that only quantises
+_tokens = itertools.count()  # names each launch pair, so that flags an interrupted call left behind match no other call
+_STATIC_SHARED = 2048  # barriers and token scales beside the dynamic part
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
     """Launch of the CUDA decode path.
 
-    row_tiles: weight tiles of 16 rows a block. k_warps: warps along K a tile. stage_k: bytes of K a ring stage.
+    row_tiles: weight tiles of 16 rows a block. k_warps: warps along K a tile. stage_k: bytes of K a ring stage (a multiple of
+    128 * k_warps). lora_warps: warps that do the up-projection. window_kib: weights a block has under way at most.
+    wgmma: warpgroup MMAs (sm_90 only; k_warps counts warpgroups, at most 4 row tiles). early: start at the tokens' flags.
     shared_kib: shared memory of a GEMM block; the ring takes what the epilogue leaves. blocks_per_sm: of the GEMM, at most.
     shrink_warps, shrink_splits: warps a shrink block and parts of K. shrink_groups: blocks that share the distinct adapters.
     """
 
     row_tiles: int = 2
     k_warps: int = 4
-    stage_k: int = 512
+    stage_k: int = 1024
     shared_kib: int = 200
     blocks_per_sm: int = 1
+    lora_warps: int = 4
+    window_kib: int = 72
+    wgmma: bool = False
+    early: bool = True
     shrink_warps: int = 4
     shrink_splits: int = 4
     shrink_groups: int = 4
@@ -59,10 +69,11 @@ class DecodeConfig:
 def is_legal(config: DecodeConfig, M: int, K: int, slices: Sequence[int], rank: int, shared_limit: int = 227 * 1024) -> bool:
     """Whether the CUDA kernels can run a shape: 16-byte rows, slices of whole 16-row tiles, at least two ring stages."""
     rows_fit = K % 16 == 0 and all(n % 16 == 0 for n in slices) and rank % 8 == 0 and rank <= k1.MAX_RANK
-    warps = config.row_tiles * config.k_warps + 1
-    steps = config.stage_k % (64 * config.k_warps) == 0
-    threads = warps <= 24 and 1 <= config.shrink_warps <= 16
-    return rows_fit and steps and threads and 1 <= M <= MAX_TOKENS and num_stages(config, M, len(slices), rank, shared_limit) >= 2
+    warps = multiplying_warps(config) + 2
+    steps = config.stage_k % (128 * config.k_warps) == 0 and config.stage_k <= 4096
+    threads = warps + config.lora_warps <= 24 and config.lora_warps >= 1 and 1 <= config.shrink_warps <= 16
+    shape = config.row_tiles <= (4 if config.wgmma else 16)
+    return rows_fit and steps and threads and shape and 1 <= M <= MAX_TOKENS and num_stages(config, M, len(slices), rank, shared_limit) >= 2
 
 
 def num_stages(config: DecodeConfig, M: int, num_slices: int, rank: int, shared_limit: int) -> int:
@@ -72,7 +83,7 @@ def num_stages(config: DecodeConfig, M: int, num_slices: int, rank: int, shared_
 
 
 def _stage_bytes(config: DecodeConfig, M: int) -> int:
-    return (config.row_tiles * 16 + M) * (config.stage_k + 64)
+    return (config.row_tiles * 16 + _token_tiles(M) * 8) * config.stage_k
 
 
 def _token_tiles(M: int) -> int:
@@ -82,7 +93,7 @@ def _token_tiles(M: int) -> int:
 def _epilogue_bytes(config: DecodeConfig, M: int, num_slices: int, rank: int) -> int:
     tokens, rows = _token_tiles(M) * 8, config.row_tiles * 16
     lora = rows * tokens * 4 + num_slices * tokens * (-(-rank // 32) * 32 + 8) * 2 if rank else 0
-    return config.k_warps * rows * tokens * 4 + lora
+    return 1024 + config.k_warps * rows * tokens * 4 + 2 * rows * 4 + lora  # 1024: the ring is aligned to that
 
 
 def config_for(M: int, N: int, K: int, R: int, L: int) -> DecodeConfig:
@@ -91,6 +102,7 @@ def config_for(M: int, N: int, K: int, R: int, L: int) -> DecodeConfig:
     row_tiles = 3 if tiles % 384 == 0 else 2
     return DecodeConfig(
         row_tiles=row_tiles,
+        stage_k=512 if M > 16 else 1024,
         shrink_warps=8 if K >= 8192 else 4,
         shrink_splits=6 if K >= 8192 else 4,
         shrink_groups=max(1, min(M, L)),
@@ -98,17 +110,17 @@ def config_for(M: int, N: int, K: int, R: int, L: int) -> DecodeConfig:
 
 
 class DecodeWorkspace:
-    """Scratch of the decode path, shared by all projections of one stream: codes, token scales and partial h.
+    """Scratch of the decode path, shared by all projections of one stream: codes, token scales, partial h, flags.
 
     One projection's prologue writes it only after the previous projection's GEMM is complete.
     max_k: largest K; max_h: largest splits * S * M * R (fp32 values).
     """
 
-    def __init__(self, device: torch.device | str, *, max_k: int, max_h: int, max_tokens: int = MAX_TOKENS) -> None:
-        check(1 <= max_tokens <= MAX_TOKENS, "DecodeWorkspace", f"max_tokens={max_tokens}; allowed: 1 to {MAX_TOKENS}")
-        self.codes = torch.zeros(max_tokens * max_k, dtype=torch.uint8, device=device)
-        self.scale = torch.zeros(max_tokens, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device | str, *, max_k: int, max_h: int) -> None:
+        self.codes = torch.zeros(MAX_TOKENS * max_k, dtype=torch.uint8, device=device)
+        self.scale = torch.zeros(MAX_TOKENS, dtype=torch.float32, device=device)
         self.h = torch.zeros(max(1, max_h), dtype=torch.float32, device=device)
+        self.ready = torch.zeros(MAX_TOKENS + 1, dtype=torch.int32, device=device)
 
     @staticmethod
     def h_values(slices: int, rank: int, *, tokens: int = MAX_TOKENS, splits: int = 16) -> int:
@@ -138,7 +150,7 @@ class _Adapters(ctypes.Structure):
 
 def prologue_macros(fp16: bool, warps: int, M: int) -> dict[str, int]:
     """Macros of the prologue for M tokens."""
-    return {"DT_FP16": int(fp16), "WARPS": warps, "M_TILES": 1 if M <= 16 else 2}
+    return {"DT_FP16": int(fp16), "WARPS": warps, "M_TILES": 1 if M <= 16 else 2, "HALVES": 1 if M <= 8 else 2}
 
 
 def gemm_macros(fp16: bool, config: DecodeConfig, M: int, rank: int) -> dict[str, int]:
@@ -150,7 +162,20 @@ def gemm_macros(fp16: bool, config: DecodeConfig, M: int, rank: int) -> dict[str
         "WK": config.k_warps,
         "KC": config.stage_k,
         "RB": -(-rank // 32),
+        "LW": config.lora_warps if rank else 0,
+        "WGMMA": int(config.wgmma),
+        "EARLY": int(config.early),
     }
+
+
+def gemm_threads(config: DecodeConfig, rank: int) -> int:
+    """Threads of a GEMM block: multiplying warps, two producers, the up-projection's warps."""
+    return (multiplying_warps(config) + 2 + (config.lora_warps if rank else 0)) * 32
+
+
+def multiplying_warps(config: DecodeConfig) -> int:
+    """Warps of the main loop: one a row tile and part of K, or whole warpgroups."""
+    return (4 if config.wgmma else config.row_tiles) * config.k_warps
 
 
 @functools.lru_cache(maxsize=512)
@@ -327,7 +352,12 @@ def _launch_cuda(x, weight, lora_a, lora_b, indices, workspace, active, bias, y,
     splits = config.shrink_splits if has_lora else 1
     needed = splits * len(lora_a) * M * rank
     check(needed <= workspace.h.numel(), "lora_decode", f"workspace.h has {workspace.h.numel()} values, {needed} needed; raise max_h")
-    check(M * K <= workspace.codes.numel() and M <= workspace.scale.numel(), "lora_decode", f"workspace holds {workspace.codes.numel()} codes, {M * K} needed; raise max_k")
+    padded = _token_tiles(M) * 8
+    check(
+        padded * K <= workspace.codes.numel() and M <= workspace.scale.numel(),
+        "lora_decode",
+        f"workspace holds {workspace.codes.numel()} codes, {padded * K} needed; raise max_k",
+    )
     ad = _Adapters()
     if has_lora:
         a, b = [o.values for o in lora_a], [o.values for o in lora_b]
@@ -344,23 +374,31 @@ def _launch_cuda(x, weight, lora_a, lora_b, indices, workspace, active, bias, y,
         ad.slice_end[:] = pad4(ends)
     p, i32, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     codes, scale, h = p(workspace.codes.data_ptr()), p(workspace.scale.data_ptr()), p(workspace.h.data_ptr())
+    ready, token = p(workspace.ready.data_ptr()), ctypes.c_uint(next(_tokens) % 0x7FFFFFFF + 1)
     groups = config.shrink_groups
     shrink_blocks = splits * len(lora_a) * -(-rank // 8) * groups
-    prologue = _kernel("prologue", tuple(prologue_macros(fp16, config.shrink_warps, M).items()), config.shrink_warps * 32, index)
+    warps = config.shrink_warps if has_lora else QUANTISE_WARPS
+    prologue = _kernel("prologue", tuple(prologue_macros(fp16, warps, M).items()), warps * 32, index)
     prologue.launch(
         M + shrink_blocks,
-        [p(x.data_ptr()), i64(x.stride(0)), i32(M), i32(K), codes, scale, h, ad, i32(M), i32(splits), i32(groups)],
+        [p(x.data_ptr()), i64(x.stride(0)), i32(M), i32(K), codes, scale, h, ad, i32(M), i32(splits), i32(groups), ready, token],
         dependent=use_pdl and overlap_previous,
     )
-    gemm = _kernel("gemm", tuple(gemm_macros(fp16, config, M, rank).items()), (config.row_tiles * config.k_warps + 1) * 32, index)
+    gemm = _kernel("gemm", tuple(gemm_macros(fp16, config, M, rank).items()), gemm_threads(config, rank), index)
     stages = num_stages(config, M, len(slices), rank, limit)
-    tiles = -(-N // (config.row_tiles * 16))
+    rows = config.row_tiles * 16
+    window = max(1, min(stages, config.window_kib * 1024 // (rows * config.stage_k)))
+    tiles = -(-N // rows)
     rounds = -(-tiles // (num_sms * config.blocks_per_sm))
+    w_map, deep = driver.byte_matrix_map(weight.values.data_ptr(), N, K, rows, config.stage_k)
+    # Rows past M hold old codes: their columns are never stored. Rows outside a tensor would be slower to copy than real ones.
+    tokens = _token_tiles(M) * 8
+    x_map, _ = driver.byte_matrix_map(workspace.codes.data_ptr(), tokens, K, tokens, config.stage_k)
     gemm.launch(
         -(-tiles // rounds),
         [
-            codes, scale, p(weight.values.data_ptr()), p(weight.scales.data_ptr()), i32(int(weight.axis is ScaleAxis.CHANNEL)),
-            p(0 if bias is None else bias.data_ptr()), h, i32(splits), ad, p(y.data_ptr()), i64(y.stride(0)), i32(M), i32(N), i32(K), i32(stages),
+            w_map.value, x_map.value, i32(int(deep)), scale, p(weight.scales.data_ptr()), i32(int(weight.axis is ScaleAxis.CHANNEL)),
+            p(0 if bias is None else bias.data_ptr()), h, i32(splits), ad, p(y.data_ptr()), i64(y.stride(0)), i32(M), i32(N), i32(K), i32(stages), i32(window), ready, token,
         ],
         shared_bytes=stages * _stage_bytes(config, M) + _epilogue_bytes(config, M, len(slices), rank),
         dependent=use_pdl,

@@ -29,7 +29,9 @@ def encode_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_of(amax: torch.Tensor) -> torch.Tensor:
-    return torch.clamp_min(amax.float() / E4M3_MAX, E4M3_MIN_SCALE)
+    amax = amax.float()
+    # a tensor divisor: torch on CUDA multiplies by the reciprocal when the divisor is a Python number
+    return torch.clamp_min(amax / torch.full_like(amax, E4M3_MAX), E4M3_MIN_SCALE)
 
 
 def quantize_per_token_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

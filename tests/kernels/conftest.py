@@ -41,7 +41,9 @@ def poisoned_empty(monkeypatch):
     def empty(*size, **kwargs):
         out = plain(*size, **kwargs)
         if out.numel():
-            (out.view(torch.uint8) if out.element_size() == 1 else out).fill_(255 if out.element_size() == 1 else float("nan"))
+            (out.view(torch.uint8) if out.element_size() == 1 else out).fill_(
+                255 if out.element_size() == 1 else float("nan")
+            )
         return out
 
     monkeypatch.setattr(torch, "empty", empty)

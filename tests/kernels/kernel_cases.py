@@ -46,7 +46,18 @@ def slot_list(kind: str, M: int, L: int, device) -> torch.Tensor:
 
 
 def problem(
-    M: int, K: int, widths: tuple[int, ...], R: int, L: int, *, kind: str, dtype: torch.dtype, device, axis=ScaleAxis.CHANNEL, bias=False, fp8=False
+    M: int,
+    K: int,
+    widths: tuple[int, ...],
+    R: int,
+    L: int,
+    *,
+    kind: str,
+    dtype: torch.dtype,
+    device,
+    axis=ScaleAxis.CHANNEL,
+    bias=False,
+    fp8=False,
 ) -> Problem:
     """Random inputs from a fixed seed; weights have unequal rows so that a wrong scale shows."""
     g = torch.Generator().manual_seed(M * 7919 + K + R)

@@ -32,13 +32,17 @@ def limit(dtype, out_dtype):
 @pytest.mark.parametrize("config", [NARROW, WIDE], ids=["swap_ab", "plain"])
 @pytest.mark.parametrize("kind", ["one", "none", "distinct", "mixed", "stale"])
 @pytest.mark.parametrize(
-    ("M", "K", "widths", "R", "L"), [(1, 64, (32,), 8, 1), (17, 144, (64, 32, 32), 16, 4), (7, 128, (32, 32, 32, 40), 40, 64)], ids=str
+    ("M", "K", "widths", "R", "L"),
+    [(1, 64, (32,), 8, 1), (17, 144, (64, 32, 32), 16, 4), (7, 128, (32, 32, 32, 40), 40, 64)],
+    ids=str,
 )
 def test_fused_lora_gemm(M, K, widths, R, L, kind, config, device, dtype, poisoned_empty):
     axis = ScaleAxis.TENSOR if M == 7 else ScaleAxis.CHANNEL
     p = problem(M, K, widths, R, L, kind=kind, dtype=dtype, device=device, axis=axis, bias=M == 17)
     codes, scale, h = inputs(p)
-    y = fused_lora_gemm(codes, scale, p.weight, h, p.lora_b, p.slots, bias=p.bias, out_dtype=torch.float32, config=config)
+    y = fused_lora_gemm(
+        codes, scale, p.weight, h, p.lora_b, p.slots, bias=p.bias, out_dtype=torch.float32, config=config
+    )
     ref = fused_lora_gemm_ref(codes, scale, p.weight, h, p.lora_b, p.slots, bias=p.bias)
     assert rms_ratio(y, ref) < limit(dtype, torch.float32)
 

@@ -153,6 +153,45 @@ def _make_context_current(index: int) -> None:
     _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
+class TensorMap:
+    """A tensor map of the copy engine over bytes: 3 dimensions, 128-byte swizzle, parts outside the tensor read as zeros.
+
+    address: device pointer. dims, strides: bytes of the three dimensions (innermost first) and of the outer two. box: extents.
+    `value` is what a kernel takes as a `const __grid_constant__` parameter. Raises CudaError when the driver refuses it.
+    """
+
+    def __init__(self, address: int, dims: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]) -> None:
+        raw = (ctypes.c_char * 192)()
+        self.value = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)
+        _check(
+            _driver().cuTensorMapEncodeTiled(
+                ctypes.byref(self.value),
+                0,  # unsigned bytes
+                3,
+                ctypes.c_void_p(address),
+                (ctypes.c_uint64 * 3)(*dims),
+                (ctypes.c_uint64 * 2)(*strides),
+                (ctypes.c_uint32 * 3)(*box),
+                (ctypes.c_uint32 * 3)(1, 1, 1),
+                0,  # no interleave
+                3,  # swizzle of 128 bytes
+                3,  # promote L2 fetches to 256 bytes
+                0,  # zeros outside
+            ),
+            f"cuTensorMapEncodeTiled(dims={dims}, strides={strides}, box={box})",
+        )
+
+
+def byte_matrix_map(address: int, rows: int, K: int, box_rows: int, stage_k: int) -> tuple[TensorMap, bool]:
+    """Map of a contiguous [rows, K] byte matrix for boxes of `box_rows` x `stage_k`, and whether one box is a whole stage.
+
+    K a multiple of 128: seen as [K/128][rows][128], one box a stage. Else [1][rows][K], one box per 128 bytes.
+    """
+    if K % 128 == 0:
+        return TensorMap(address, (128, rows, K // 128), (K, 128), (128, box_rows, stage_k // 128)), True
+    return TensorMap(address, (K, rows, 1), (K, rows * K), (128, box_rows, 1)), False
+
+
 class Kernel:
     """One loaded kernel.
 
@@ -161,7 +200,8 @@ class Kernel:
 
     def __init__(self, file_name: str, function: str, macros: Mapping[str, int], num_threads: int, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        cubin, self.log = compile_cubin(file_name, macros, f"sm_{major}{minor}")
+        # warpgroup instructions exist for exactly one architecture, whose name ends in "a"
+        cubin, self.log = compile_cubin(file_name, macros, f"sm_{major}{minor}" + ("a" if macros.get("WGMMA") else ""))
         self.num_threads = num_threads
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _make_context_current(device.index or 0)

@@ -1,0 +1,35 @@
+"""`python -m benchmarks.kernels`: time the kernels on the GPU that is there and append to a results file.
+
+`--quick` keeps to the headline rows (under two minutes); without vLLM installed, `--no-vllm` leaves its rows out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+from benchmarks.harness import Results
+from benchmarks.kernels import decode
+from benchmarks.kernels.summary import summarise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results/kernels_h200.json"))
+    parser.add_argument("--table", type=pathlib.Path, help="tuned configurations (see benchmarks.kernels.tune); default: the library's own")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--replays", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no new case after this long")
+    args = parser.parse_args()
+    results = Results(args.results, summarise, "python -m benchmarks.kernels " + " ".join(sys.argv[1:]))
+    decode.run(results, table_path=args.table, with_vllm=not args.no_vllm, quick=args.quick, replays=args.replays, seconds=args.seconds)
+    results.write()
+    for key, value in summarise(results.rows).items():
+        if value is not None:
+            print(f"{key} = {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,18 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
-import os
 import pathlib
 import queue
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from epilora.adapters.digest import adapter_digest
@@ -49,83 +45,17 @@ from epilora.types import (
 )
 
 from . import compat
+from .environment import linear_suffixes, prepare_environment, spare_positions
+from .requests import Command, Live, nothing, read_logprobs, to_loop
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _KINDS = ("tenant", "rollout")
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "wpe", "embeddings", "word_embeddings")
 _CLOSE_TIMEOUT_S = 30.0
 _open_engines: set[int] = set()  # ids of this process's engines between start and close
 _open_lock = threading.Lock()
 _SCORING = Sampling(max_tokens=1, temperature=0.0)
-
-
-def prepare_environment() -> None:
-    """Environment vLLM needs for one in-process engine. Before vllm is imported; what is set already stays.
-
-    Off a GPU: Dynamo off (the engine is eager; the log-prob kernel's compile would cost seconds), threads not bound to cores
-    (others share the machine).
-    """
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if not os.path.exists("/dev/nvidiactl"):
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-
-def linear_suffixes(model_path: str | pathlib.Path) -> tuple[str, ...]:
-    """Last names of the linear layers in a checkpoint: its two-dimensional `*.weight` tensors but embeddings and head.
-
-    Reads safetensors headers only; DEFAULT_TARGETS where there is no safetensors file.
-    """
-    found: set[str] = set()
-    for path in sorted(pathlib.Path(model_path).glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            parts = name.split(".")
-            if parts[-1] == "weight" and len(parts) > 1 and len(entry["shape"]) == 2 and parts[-2] not in _EMBEDDINGS:
-                found.add(parts[-2])
-    return tuple(sorted(found)) or DEFAULT_TARGETS
-
-
-def _spare_positions(model_path: str | pathlib.Path, max_model_len: int) -> int:
-    """1 if the model has a position past max_model_len (vLLM samples one more token when it scores a prompt), else 0."""
-    config = json.loads((pathlib.Path(model_path) / "config.json").read_text())
-    return int(config.get("max_position_embeddings", 0) > max_model_len)
-
-
-@dataclass
-class _Live:
-    """A request in the engine. on_chunk and on_done run in the step thread and must not block."""
-
-    request: GenerateRequest
-    prompt: tuple[int, ...]
-    params: Any
-    on_done: Callable[[Completion | Exception], None]
-    on_chunk: Callable[[TokenChunk], None] | None = None
-    extract: Callable[[Any], Any] | None = None  # for score: RequestOutput -> result
-    lora_request: Any = None
-    submitted_s: float = 0.0
-    first_s: float = 0.0
-    internal_id: str = ""
-    produced: int = 0
-
-    @property
-    def engine_id(self) -> str:
-        return f"{self.request.kind}-{self.request.request_id}"
-
-
-@dataclass
-class _Command:
-    """A call to run in the step thread between two steps."""
-
-    run: Callable[[], Any]
-    future: Future = field(default_factory=Future)
 
 
 class VllmEngine:
@@ -165,7 +95,9 @@ class VllmEngine:
         if activations not in ("w8a8", "w8a16"):
             raise ValueError(f"VllmEngine: activations={activations!r}; allowed are w8a8, w8a16")
         if not 0 <= tenant_seats < max_num_seqs:
-            raise ValueError(f"VllmEngine: tenant_seats={tenant_seats}; allowed are 0 to max_num_seqs - 1 = {max_num_seqs - 1}")
+            raise ValueError(
+                f"VllmEngine: tenant_seats={tenant_seats}; allowed are 0 to max_num_seqs - 1 = {max_num_seqs - 1}"
+            )
         self.name = name
         self._model_path = str(model_path)
         self._shm_dir = shm_dir
@@ -175,11 +107,11 @@ class VllmEngine:
         self._receipts: dict[str, LoadReceipt] = {}
         self._lock = threading.RLock()  # guards _slots, _versions, _receipts, _names
         self._names: set[str] = set()  # engine ids of requests between submission and end
-        self._live: dict[str, _Live] = {}  # step thread only; engine id -> request
-        self._internal: dict[str, _Live] = {}  # step thread only; those vLLM has
-        self._queued: deque[_Live] = deque()  # step thread only; rollouts that wait for a seat, also in _live
+        self._live: dict[str, Live] = {}  # step thread only; engine id -> request
+        self._internal: dict[str, Live] = {}  # step thread only; those vLLM has
+        self._queued: deque[Live] = deque()  # step thread only; rollouts that wait for a seat, also in _live
         self._rollout_seats = max_num_seqs - tenant_seats
-        self._inbox: queue.SimpleQueue[list[_Live] | _Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[Live] | Command | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
         self._snapshot: dict[str, Any] = {}
@@ -188,7 +120,7 @@ class VllmEngine:
             "served_model_name": None,
             "dtype": dtype,
             "quantization": quantization,
-            "max_model_len": max_model_len + _spare_positions(model_path, max_model_len),
+            "max_model_len": max_model_len + spare_positions(model_path, max_model_len),
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
             "enable_lora": True,
@@ -314,7 +246,7 @@ class VllmEngine:
             block = False
             if item is None:
                 return False
-            if isinstance(item, _Command):
+            if isinstance(item, Command):
                 self._run_command(item)
             else:
                 self._admit(item)
@@ -322,7 +254,7 @@ class VllmEngine:
             if block:
                 self._take_snapshot()
 
-    def _run_command(self, command: _Command) -> None:
+    def _run_command(self, command: Command) -> None:
         if not command.future.set_running_or_notify_cancel():
             return
         try:
@@ -330,7 +262,7 @@ class VllmEngine:
         except Exception as err:
             command.future.set_exception(err)
 
-    def _admit(self, batch: list[_Live]) -> None:
+    def _admit(self, batch: list[Live]) -> None:
         """Add all tenants' requests of one call (if vLLM refuses one, none runs); rollouts queue for their seats."""
         rollouts = [live for live in batch if live.request.kind == "rollout"]
         self._queued += rollouts
@@ -346,8 +278,8 @@ class VllmEngine:
             self._add([self._queued.popleft()])
             seated += 1
 
-    def _add(self, batch: list[_Live]) -> None:
-        added: list[_Live] = []
+    def _add(self, batch: list[Live]) -> None:
+        added: list[Live] = []
         try:
             for live in batch:
                 live.internal_id = self._engine.add_request(
@@ -373,11 +305,11 @@ class VllmEngine:
             if output.finished:
                 self._finish(live, self._completion(live, output) if live.extract is None else live.extract(output))
 
-    def _emit(self, live: _Live, output: Any) -> None:
+    def _emit(self, live: Live, output: Any) -> None:
         piece = output.outputs[0]
         tokens = tuple(piece.token_ids)
         live.produced += len(tokens)
-        logprobs, top = _read_logprobs(tokens, piece.logprobs, live.request.sampling.logprobs)
+        logprobs, top = read_logprobs(tokens, piece.logprobs, live.request.sampling.logprobs)
         assert live.on_chunk is not None
         live.on_chunk(
             TokenChunk(
@@ -392,17 +324,17 @@ class VllmEngine:
             )
         )
 
-    def _completion(self, live: _Live, output: Any) -> Completion:
+    def _completion(self, live: Live, output: Any) -> Completion:
         piece = output.outputs[0]
         text = piece.text if live.params.detokenize else None
         return self._make_completion(live, tuple(piece.token_ids), piece.logprobs, piece.finish_reason, text)
 
     def _make_completion(
-        self, live: _Live, tokens: tuple[int, ...], logprobs: Any, reason: str, text: str | None
+        self, live: Live, tokens: tuple[int, ...], logprobs: Any, reason: str, text: str | None
     ) -> Completion:
         now = time.perf_counter()
         request = live.request
-        sampled, top = _read_logprobs(tokens, logprobs, request.sampling.logprobs)
+        sampled, top = read_logprobs(tokens, logprobs, request.sampling.logprobs)
         after_first = now - live.first_s if live.first_s else 0.0
         return Completion(
             request_id=request.request_id,
@@ -417,7 +349,7 @@ class VllmEngine:
             top_logprobs=top,
         )
 
-    def _finish(self, live: _Live, result: Any) -> None:
+    def _finish(self, live: Live, result: Any) -> None:
         self._live.pop(live.engine_id, None)
         self._internal.pop(live.internal_id, None)
         with self._lock:
@@ -475,7 +407,7 @@ class VllmEngine:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(item, _Command):
+            if isinstance(item, Command):
                 if item.future.set_running_or_notify_cancel():
                     item.future.set_exception(dead)
             elif item is not None:
@@ -484,14 +416,14 @@ class VllmEngine:
 
     # ---- callers' side --------------------------------------------------------------------------------------------
 
-    def _put(self, item: list[_Live] | _Command) -> None:
+    def _put(self, item: list[Live] | Command) -> None:
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._inbox.put(item)
 
     def _command(self, run: Callable[[], _T]) -> Future:
-        command = _Command(run)
+        command = Command(run)
         self._put(command)
         return command.future
 
@@ -499,7 +431,7 @@ class VllmEngine:
         """Run in the step thread, between two steps."""
         return await asyncio.wrap_future(self._command(run))
 
-    def _prepare(self, request: GenerateRequest, *, streamed: bool) -> _Live:
+    def _prepare(self, request: GenerateRequest, *, streamed: bool) -> Live:
         """Check a request and hold its adapter. Raises AdapterNotFound, PromptTooLong, ValueError."""
         if request.kind not in _KINDS:
             raise ValueError(f"request {request.request_id!r}: kind={request.kind!r}; allowed are {', '.join(_KINDS)}")
@@ -529,7 +461,7 @@ class VllmEngine:
             )
         except compat.validation_errors() as err:
             raise ValueError(f"request {request.request_id!r}: {err}") from err
-        return self._hold(_Live(request, prompt, params, on_done=_nothing, submitted_s=time.perf_counter()))
+        return self._hold(Live(request, prompt, params, on_done=nothing, submitted_s=time.perf_counter()))
 
     def _check_prompt(self, request_id: str, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -539,7 +471,7 @@ class VllmEngine:
         if wrong is not None:
             raise ValueError(f"request {request_id!r}: token id {wrong} is not in the vocabulary of {size}")
 
-    def _hold(self, live: _Live) -> _Live:
+    def _hold(self, live: Live) -> Live:
         """Take the request's name and one reference on its adapter."""
         with self._lock:
             if self._error is not None:
@@ -554,7 +486,7 @@ class VllmEngine:
             self._names.add(live.engine_id)
         return live
 
-    def _let_go(self, batch: Sequence[_Live]) -> None:
+    def _let_go(self, batch: Sequence[Live]) -> None:
         """Undo `_hold` of requests that were never put into the inbox."""
         leaving: list[int] = []
         with self._lock:
@@ -565,7 +497,7 @@ class VllmEngine:
         if leaving:
             self._command(lambda: self._unload_ids(leaving))
 
-    async def _submit(self, batch: list[_Live]) -> list[Any]:
+    async def _submit(self, batch: list[Live]) -> list[Any]:
         """Put requests in, together; their results in order. Cancelling aborts them."""
         if not batch:
             return []
@@ -589,7 +521,7 @@ class VllmEngine:
                 results[index] = result
                 missing -= 1
                 if not missing:
-                    _to_loop(loop, settle)
+                    to_loop(loop, settle)
 
             return finish
 
@@ -619,7 +551,7 @@ class VllmEngine:
 
         Raises AdapterNotFound, PromptTooLong, ValueError (then none of them runs), EngineDead.
         """
-        batch: list[_Live] = []
+        batch: list[Live] = []
         try:
             for request in requests:
                 batch.append(self._prepare(request, streamed=False))
@@ -639,7 +571,7 @@ class VllmEngine:
         ended = False
 
         def put(item: TokenChunk | BaseException) -> None:
-            _to_loop(loop, lambda: chunks.put_nowait(item))
+            to_loop(loop, lambda: chunks.put_nowait(item))
 
         def done(result: Completion | Exception) -> None:
             if isinstance(result, BaseException):
@@ -676,7 +608,7 @@ class VllmEngine:
         Prompt and completion together may fill the context if the model's own context is longer than max_model_len, else all
         but one token of it. Raises AdapterNotFound, PromptTooLong, ValueError.
         """
-        batch: list[_Live] = []
+        batch: list[Live] = []
         try:
             for index, (prompt, completion) in enumerate(sequences):
                 batch.append(
@@ -691,7 +623,7 @@ class VllmEngine:
 
     def _prepare_score(
         self, request_id: str, prompt: Sequence[int], completion: Sequence[int], adapter: str | None
-    ) -> _Live:
+    ) -> Live:
         whole = (*prompt, *completion)
         self._check_prompt(request_id, whole)
         if not prompt or not completion:
@@ -715,7 +647,7 @@ class VllmEngine:
             found = output.prompt_logprobs
             return [float(found[at][whole[at]].logprob) for at in range(len(prompt), len(whole))]
 
-        live = _Live(request, whole, params, on_done=_nothing, extract=extract, submitted_s=time.perf_counter())
+        live = Live(request, whole, params, on_done=nothing, extract=extract, submitted_s=time.perf_counter())
         return self._hold(live)
 
     async def load_adapter(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
@@ -741,13 +673,13 @@ class VllmEngine:
         return await self._call(lambda: self._load_now(version, tensors))
 
     def _load_now(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
-        digest = version.digest
+        digest, config = version.digest, config_of(version.spec, version.base_model)
+        self._rpc("epilora_check_adapter", config, dict(tensors))  # before anything makes room for it
         with self._lock:
             int_id, leaving = self._slots.reserve(digest)
             if int_id is None:
                 return self._receipts[digest]
         self._unload_ids(leaving)
-        config = config_of(version.spec, version.base_model)
         loaded = self._rpc("epilora_load_adapter", int_id, version.kv_namespace, config, dict(tensors))
         if loaded["readback_digest"] != loaded["expected_digest"]:
             self._rpc("epilora_unload_adapter", int_id)
@@ -812,7 +744,7 @@ class VllmEngine:
 
     async def restore_kv(self) -> None:
         """Make the KV cache usable again. On the CPU there is nothing to do (see `release_kv`)."""
-        await self._call(_nothing)
+        await self._call(nothing)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises RuntimeError if vLLM refuses (blocks in use by running requests)."""
@@ -875,38 +807,3 @@ class VllmEngine:
         if last:  # vLLM's shutdown takes down process groups that all engines of a process share
             engine.engine_core.shutdown()
         del self._engine
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _to_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:
-    """Run in the caller's event loop; a loop that is gone has nobody left to tell."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call)
-
-
-def _read_logprobs(
-    tokens: Sequence[int], logprobs: Any, asked: int | None
-) -> tuple[tuple[float, ...], tuple[tuple[tuple[int, float], ...], ...]]:
-    """(the sampled tokens' log-probs, per token the `asked` likeliest as (id, log-prob)) of vLLM's list or flat log-probs."""
-    if asked is None or logprobs is None:
-        return (), ()
-    sampled: list[float] = []
-    top: list[tuple[tuple[int, float], ...]] = []
-    if hasattr(logprobs, "start_indices"):  # flat: the sampled token comes first, then the likeliest
-        for at in range(len(tokens)):
-            start, end = logprobs.start_indices[at], logprobs.end_indices[at]
-            sampled.append(logprobs.logprobs[start])
-            if asked:
-                top.append(
-                    tuple(zip(logprobs.token_ids[start + 1 : end], logprobs.logprobs[start + 1 : end], strict=True))
-                )
-    else:
-        for token, position in zip(tokens, logprobs, strict=True):
-            sampled.append(position[token].logprob)
-            if asked:
-                ranked = sorted(position.items(), key=lambda item: item[1].rank)
-                top.append(tuple((other, entry.logprob) for other, entry in ranked[:asked]))
-    return tuple(sampled), tuple(top)

@@ -19,7 +19,7 @@ import torch
 from epilora.adapters.digest import slot_digest, weights_digest
 from epilora.adapters.fold import FoldedModule, LinearModule, check_against_base, fold
 from epilora.adapters.peft_io import spec_of
-from epilora.errors import UnsupportedKernel
+from epilora.errors import AdapterRejected, UnsupportedKernel
 from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
 from epilora.quant.manifest import WeightEntry, WeightManifest
 
@@ -194,27 +194,49 @@ class WorkerExtension:
         modules = self._epilora_manager().modules
         return {name: layer for name, layer in modules.items() if isinstance(layer, BaseLinearLayerWithLoRA)}
 
+    def _epilora_fold(self, config: dict[str, Any], tensors: dict[str, Any]) -> dict[str, FoldedModule]:
+        """Checked adapter by the engine's module names (before packing)."""
+        model, lora_config = self._epilora_model(), self._epilora_manager().lora_config
+        folded = fold(spec_of(config), tensors)
+        renamed = {compat.engine_module_name(model, module): weights for module, weights in folded.items()}
+        base = [
+            LinearModule(row["name"], row["out_features"], row["in_features"])
+            for row in self.epilora_linear_modules()
+            if row["adaptable"]
+        ]
+        check_against_base(renamed, base, lora_config.max_lora_rank)
+        largest = torch.finfo(lora_config.lora_dtype).max
+        for module, weights in renamed.items():
+            for side, tensor in (("lora_A", weights.a_RK), ("scaling * lora_B", weights.b_NR)):
+                if tensor.numel() and tensor.abs().max() > largest:
+                    raise AdapterRejected(
+                        f"module {module!r}: {side} reaches {tensor.abs().max():.3g}; this engine keeps adapters in"
+                        f" {lora_config.lora_dtype}, up to {largest:.3g}"
+                    )
+        return renamed
+
+    def epilora_check_adapter(self, config: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Raise AdapterRejected for what `epilora_load_adapter` would refuse; changes nothing."""
+        self._epilora_fold(config, tensors)
+
     def epilora_load_adapter(
         self, int_id: int, name: str, config: dict[str, Any], tensors: dict[str, Any]
     ) -> dict[str, Any]:
         """Load an adapter from memory under `int_id` and put it into a slot.
 
-        config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not written to).
-        Returns slot, readback_digest, expected_digest, modules, base_modules, load_ms.
+        name: for messages. config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not written
+        to). Returns slot, readback_digest, expected_digest, modules, base_modules, load_ms.
         Raises AdapterRejected; nothing is loaded then.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
         began = time.perf_counter()
-        folded = fold(spec_of(config), tensors)
-        base = self.epilora_linear_modules()
-        adaptable = [
-            LinearModule(row["name"], row["out_features"], row["in_features"]) for row in base if row["adaptable"]
-        ]
-        model, manager = self._epilora_model(), self._epilora_manager()
-        renamed = {compat.engine_module_name(model, module): weights for module, weights in folded.items()}
-        check_against_base(renamed, adaptable, manager.lora_config.max_lora_rank)
+        try:
+            renamed = self._epilora_fold(config, tensors)
+        except AdapterRejected as err:
+            raise AdapterRejected(f"adapter {name}: {err}") from err
+        manager = self._epilora_manager()
         dtype = manager.lora_config.lora_dtype
         layers = {
             module: LoRALayerWeights(
@@ -240,7 +262,7 @@ class WorkerExtension:
             "readback_digest": self.epilora_read_slot_digest(slot),
             "expected_digest": self._epilora_expected_digest(renamed, dtype),
             "modules": len(renamed),
-            "base_modules": len(base),
+            "base_modules": len(self.epilora_linear_modules()),
             "load_ms": (time.perf_counter() - began) * 1e3,
         }
 

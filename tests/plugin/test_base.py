@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from epilora.adapters.digest import weights_digest
 from epilora.adapters.fold import fold
-from epilora.errors import UnsupportedKernel
+from epilora.errors import AdapterRejected, UnsupportedKernel
 from epilora.kernels.cpu_reference import w8a16_lora_linear
 from epilora.quant.formats import Format, ScaleAxis
 from epilora.types import GenerateRequest, Sampling
@@ -150,6 +150,13 @@ def test_matched_needs_an_fp8_base(new_engine):
         new_engine(quantization=None)
     with pytest.raises(ValueError, match=r"w8a32.*w8a8, w8a16"):
         new_engine(activations="w8a32")
+
+
+def test_an_adapter_too_large_for_fp16_is_refused(new_engine):
+    engine = new_engine(dtype="float16")
+    version, tensors = make_adapter(1, size=1e5)
+    with pytest.raises(AdapterRejected, match=r"reaches .*float16, up to 6.55e\+04"):
+        run(engine.load_adapter(version, tensors))
 
 
 def test_a_plain_base_runs_too(new_engine):

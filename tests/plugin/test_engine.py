@@ -10,6 +10,7 @@ import torch
 
 from epilora.adapters.digest import adapter_digest
 from epilora.errors import AdapterNotFound, AdapterRejected, BaseMismatch, EngineDead, NoFreeSlot, PromptTooLong
+from epilora.plugin import register
 from epilora.types import AdapterVersion, GenerateRequest, Sampling
 
 from .conftest import run
@@ -327,6 +328,19 @@ def test_what_does_not_fit_is_refused(engine, case):
     assert tokens_of(before) == tokens_of(after)
 
 
+def test_a_refused_adapter_puts_nobody_out(engine):
+    version, tensors, _ = wrong_shape()
+    version = dataclasses.replace(version, digest=adapter_digest(version.spec, tensors))
+
+    async def attempt():
+        digests = await load(engine, make_adapter(1), make_adapter(2), make_adapter(3))  # all slots, all idle
+        with pytest.raises(AdapterRejected):
+            await engine.load_adapter(version, tensors)
+        assert set(engine.stats().loaded) == set(digests)
+
+    run(attempt())
+
+
 def test_content_that_is_not_the_digests_is_refused(engine):
     version, tensors = make_adapter(3)
     _, others = make_adapter(4)
@@ -599,6 +613,12 @@ def test_a_failing_step_fails_everything_and_hangs_nothing(new_engine):
     run(fail())
     engine.close()
     engine.close()
+
+
+def test_an_engine_without_the_plugin_does_not_start(new_engine, monkeypatch):
+    monkeypatch.setattr(register, "_status", register.Status((), {"all": "EPILORA_DISABLE=1"}))
+    with pytest.raises(RuntimeError, match="EPILORA_DISABLE=1"):
+        new_engine(activations="w8a8")
 
 
 def test_close_fails_what_runs(new_engine):

@@ -8,6 +8,7 @@ A restarted actor finds everything on disk again. Methods run in threads; the cl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class AdapterStoreActor:
     def ready(self) -> str:
         """The store's folder."""
         return str(self._store.root.resolve())
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def publish(
         self,

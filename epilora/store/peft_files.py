@@ -23,6 +23,7 @@ from epilora.types import AdapterSpec
 from .digest import as_fp32_tensors, spec_to_dict
 from .objects import fsync_dir
 from .safetensors_io import read_header, read_tensors
+from .torch_bin import read_torch_bin
 
 CONFIG_FILE, TENSOR_FILE, BIN_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_CONFIG_BYTES = 1 << 20
@@ -37,8 +38,8 @@ def read_peft_folder(
     if not folder.is_dir():
         raise AdapterRejected(f"{folder} is not a folder")
     config = parse_config_bytes(_read_file(folder / CONFIG_FILE, MAX_CONFIG_BYTES))
-    if not (folder / TENSOR_FILE).is_file() and (folder / BIN_FILE).exists():
-        raise AdapterRejected(f"{BIN_FILE} is a pickle; save the adapter with safe_serialization=True as {TENSOR_FILE}")
+    if not (folder / TENSOR_FILE).exists() and (folder / BIN_FILE).exists():
+        return config, read_torch_bin(_read_file(folder / BIN_FILE, max_bytes), max_bytes=max_bytes)
     tensors, _ = read_tensors(_read_file(folder / TENSOR_FILE, max_bytes))
     return config, tensors
 

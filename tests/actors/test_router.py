@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
@@ -105,7 +106,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     )
     serve.run(app, name="router", route_prefix="/")
     took = time.perf_counter() - start
-    yield Served(f"http://127.0.0.1:{port}", engine, store, folder / "tenants.json", took)
+    parts = Served(f"http://127.0.0.1:{port}", engine, store, folder / "tenants.json", took)
+    del engine  # a test kills it, and its name is free only when no handle is left
+    yield parts
     serve.shutdown()
     ray.shutdown()
 
@@ -484,10 +487,18 @@ def test_a_dead_engine_is_an_error_and_its_successor_serves(served: Served) -> N
     gone = httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": "hi"}, headers=headers, timeout=30)
     assert (gone.status_code, gone.json()["error"]["code"]) == (503, "engine_unavailable")
     assert httpx.get(f"{served.url}/ready").status_code == 503
-    FakeEngine.options(name="base", namespace="epilora", max_concurrency=1000).remote()
-    deadline = time.monotonic() + 30
+    served.engine = None  # Ray finds a name by handles it still holds, dead ones included
+    gc.collect()
+    successor, deadline = None, time.monotonic() + 30
+    while successor is None and time.monotonic() < deadline:
+        try:
+            successor = FakeEngine.options(name="base", namespace="epilora", max_concurrency=1000).remote()
+        except ValueError:
+            time.sleep(0.2)
+    assert successor is not None
     while httpx.get(f"{served.url}/ready").status_code != 200 and time.monotonic() < deadline:
         time.sleep(0.1)
     version = served.publish("after", 300, owner="acme")
     again = served.client("tml-acme-key").completions.create(model="after", prompt="hi", max_tokens=1)
     assert again.system_fingerprint == version.digest
+    assert ray.get(successor.seen.remote(), timeout=10)["loads"] == [version.digest]

@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from epilora.errors import AdapterRejected
 from epilora.store import AdapterStore, AuditRow, StoreStats
 from epilora.store.peft_files import base_from_checkpoint
+from epilora.store.sources import check_inside
 from epilora.types import AdapterSpec, AdapterVersion
 
 NAMESPACE = "epilora"
@@ -75,21 +75,19 @@ class AdapterStoreActor:
         import_roots: Sequence[str] = (),
         **options: Any,
     ) -> AdapterVersion:
-        """Import a PEFT folder after preflight against the base's shapes.
+        """Import a PEFT folder or URL after preflight against the base's shapes.
 
         base_checkpoint: the base's folder, where shapes are read; a name without local files checks what needs no base.
         linear_modules: the modules that may be adapted, () for all linear ones. import_roots: folders `folder` must be
         in.
         """
-        path = Path(folder).resolve()
-        if import_roots and not any(path.is_relative_to(Path(root).resolve()) for root in import_roots):
-            raise AdapterRejected(f"{folder} is not inside {', '.join(import_roots)}, where adapters may be read from")
+        check_inside(folder, import_roots)
         base = None
         if base_checkpoint and any(Path(base_checkpoint).glob("*.safetensors")):
             base = base_from_checkpoint(base_checkpoint)
             if linear_modules:
                 base = {module: shape for module, shape in base.items() if module in set(linear_modules)}
-        version, _ = self._store.import_peft(path, name, base=base, **options)
+        version, _ = self._store.import_peft(folder, name, base=base, **options)
         return version
 
     def export_peft(self, ref: str, folder: str, *, tenant: str | None = None) -> str:

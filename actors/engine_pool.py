@@ -73,7 +73,9 @@ def describe_supply() -> str:
             continue
         free = available.get(node["NodeID"], {})
         shown = {k: f"{free.get(k, 0):g} of {v:g}" for k, v in sorted(node["Resources"].items()) if k in ("CPU", "GPU")}
-        lines.append(f"  node {node['NodeID'][:8]} labels={node.get('Labels', {}).get('ray.io/accelerator-type', 'none')}: {shown}")
+        lines.append(
+            f"  node {node['NodeID'][:8]} labels={node.get('Labels', {}).get('ray.io/accelerator-type', 'none')}: {shown}"
+        )
     return "\n".join(lines)
 
 
@@ -126,7 +128,7 @@ class EnginePool:
         )
         try:
             await asyncio.wait_for(_as_future(group.ready()), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             remove_placement_group(group)
             raise PlacementInfeasible(
                 f"base {request.name!r}: no node can hold bundle {dict(request.bundle)} with labels "
@@ -148,7 +150,7 @@ class EnginePool:
         )
         try:
             info = await self._prepare(engine, trainer, max(1.0, timeout_s - (time.monotonic() - start)))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             _kill(engine, trainer)
             remove_placement_group(group)
             raise TimeoutError(
@@ -185,7 +187,7 @@ class EnginePool:
         base = self._bases.pop(name)
         try:
             await asyncio.wait_for(_as_future(base.engine.close.remote()), 10)
-        except (ray.exceptions.RayActorError, asyncio.TimeoutError) as err:
+        except (TimeoutError, ray.exceptions.RayActorError) as err:
             logger.warning("base %s did not close by itself (%s); killing it", name, type(err).__name__)
         _kill(base.engine, base.trainer)
         remove_placement_group(base.group)

@@ -55,7 +55,9 @@ class Engine(Protocol):
         """Free the slot once no live request uses it. Raises AdapterNotFound."""
         ...
 
-    async def score(self, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], adapter: str | None) -> list[list[float]]:
+    async def score(
+        self, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], adapter: str | None
+    ) -> list[list[float]]:
         """Log-probabilities of each (prompt, completion)'s completion tokens under `adapter`."""
         ...
 
@@ -81,7 +83,9 @@ class Engine(Protocol):
 
     def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[int, ...]:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Prompt token ids of a conversation by the model's chat template. Raises ValueError if it has none."""
         ...
 
@@ -107,7 +111,9 @@ class Trainer(Protocol):
         """One optimizer step of cross entropy on (prompt, completion) pairs, completion tokens only."""
         ...
 
-    def logprobs(self, session: str | None, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[list[float]]: ...
+    def logprobs(
+        self, session: str | None, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> list[list[float]]: ...
 
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]: ...
 
@@ -155,4 +161,4 @@ class AdapterStore(Protocol):
 
     def list(self, *, offset: int = 0, limit: int = 100, owner: str | None = None) -> list[AdapterVersion]: ...
 
-    def gc(self, keep_latest: int = 3) -> list[str]: ...
+    def gc(self, keep_latest: int = 3) -> Sequence[str]: ...

@@ -36,9 +36,7 @@ class TrainerActor:
     def train_rl(self, session: str, groups: Sequence[RolloutGroup], loss: Mapping[str, Any]) -> dict[str, float]:
         return self._trainer.train_rl(session, groups, loss)
 
-    def train_sft(
-        self, session: str, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-    ) -> dict[str, float]:
+    def train_sft(self, session: str, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, float]:
         return self._trainer.train_sft(session, examples)
 
     def logprobs(

@@ -35,22 +35,41 @@ async def measure(dtype: str, activations: str) -> dict[str, Any]:
     trainer.attach(await engine.export_weights())
     task = load_task("epilora.tasks.arithmetic:addition")
     trainer.open_session("s", AdapterSpec(16, 32.0, ("all-linear",)), {"lr": 3e-3}, seed=0)
-    tokens = [(engine.tokenize(p.prompt), (*engine.tokenize(p.answer), engine.info().eos_token_id)) for p in (task.problem("train", i) for i in range(64))]
+    tokens = [
+        (engine.tokenize(p.prompt), (*engine.tokenize(p.answer), engine.info().eos_token_id))
+        for p in (task.problem("train", i) for i in range(64))
+    ]
     for _ in range(5):  # so that B is not zero
         trainer.train_sft("s", tokens)
     spec, tensors = trainer.adapter("s")
     with tempfile.TemporaryDirectory() as folder:
-        version = AdapterStore(folder).publish("m", spec, tensors, base_model="m", base_digest=engine.info().base_digest)
+        version = AdapterStore(folder).publish(
+            "m", spec, tensors, base_model="m", base_digest=engine.info().base_digest
+        )
     await engine.load_adapter(version, tensors)
     requests = [
-        GenerateRequest(f"r{i}", task.problem("train", i).prompt, Sampling(max_tokens=6, seed=i, logprobs=0), version.digest, "rollout")
+        GenerateRequest(
+            f"r{i}",
+            task.problem("train", i).prompt,
+            Sampling(max_tokens=6, seed=i, logprobs=0),
+            version.digest,
+            "rollout",
+        )
         for i in range(COMPLETIONS)
     ]
     completions = await engine.generate(requests)
     ours = trainer.logprobs("s", [(c.prompt_token_ids, c.token_ids) for c in completions])
-    deltas = [abs(a - b) for c, mine in zip(completions, ours, strict=True) for a, b in zip(c.logprobs, mine, strict=True)]
+    deltas = [
+        abs(a - b) for c, mine in zip(completions, ours, strict=True) for a, b in zip(c.logprobs, mine, strict=True)
+    ]
     engine.close()
-    return {"dtype": dtype, "activations": activations, "mean": sum(deltas) / len(deltas), "max": max(deltas), "deltas": deltas}
+    return {
+        "dtype": dtype,
+        "activations": activations,
+        "mean": sum(deltas) / len(deltas),
+        "max": max(deltas),
+        "deltas": deltas,
+    }
 
 
 if __name__ == "__main__":

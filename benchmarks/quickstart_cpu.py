@@ -32,16 +32,30 @@ ENVIRONMENT = {
 
 def run(command: list[str]) -> str:
     """Run to the end and return stdout; raises with the output's tail if it fails."""
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} exited {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} exited {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return done.stdout
 
 
 def main_job_row(seed: int) -> dict[str, Any]:
     name = f"bench-quickstart-{seed}"
     start = time.monotonic()
-    run([sys.executable, "-m", "jobs.quickstart", "--config", "configs/quickstart_tiny.yaml", f"seed={seed}", f"name={name}"])
+    run(
+        [
+            sys.executable,
+            "-m",
+            "jobs.quickstart",
+            "--config",
+            "configs/quickstart_tiny.yaml",
+            f"seed={seed}",
+            f"name={name}",
+        ]
+    )
     wall_s = time.monotonic() - start
     result = json.loads((ROOT / "runs" / name / "result.json").read_text())
     return {"case": "main_job", "seed": seed, "wall_s": wall_s, "result": result}
@@ -102,7 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     rows: list[dict[str, Any]] = []
     for seed in args.seeds:
         rows.append(main_job_row(seed))

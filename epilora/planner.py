@@ -82,7 +82,10 @@ class Plan:
         """The plan as text: bundle, arithmetic, what can run it and why the rest cannot."""
         where = "host memory" if not self.engine_options.get("num_gpus") else "memory per GPU"
         lines = [f"placement: one bundle {self.bundle}" + (f" with labels {self.labels}" if self.labels else "")]
-        lines += [f"  engine {self.engine_options or '{}'}, trainer {self.trainer_options or '{}'} in that bundle", f"{where}:"]
+        lines += [
+            f"  engine {self.engine_options or '{}'}, trainer {self.trainer_options or '{}'} in that bundle",
+            f"{where}:",
+        ]
         lines += [f"  {line.what:<58}{line.count_bytes / MIB:>10.1f} MiB" for line in self.memory]
         lines.append(f"  {'sum':<58}{self.total_bytes / MIB:>10.1f} MiB")
         if self.memory_limit_bytes is not None:
@@ -101,7 +104,9 @@ def read_model(folder: str | Path) -> ModelFacts:
     config: dict[str, Any] = json.loads(path.read_text())
     architecture = (config.get("architectures") or ["unknown"])[0]
     if architecture not in ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"):
-        raise ValueError(f"{path}: architecture {architecture!r} cannot be sized; sized: Qwen3, Qwen2 and Llama for causal LM")
+        raise ValueError(
+            f"{path}: architecture {architecture!r} cannot be sized; sized: Qwen3, Qwen2 and Llama for causal LM"
+        )
     hidden, ffn, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
@@ -130,10 +135,15 @@ def _base_lines(config: JobConfig, facts: ModelFacts, shards: int) -> list[Memor
     scales = 4 * sum(n for n, _ in facts.linears)
     slot = sum((n + k) * config.engine.max_lora_rank for n, k in facts.linears) * width
     return [
-        MemoryLine(f"base: FP8 codes of {facts.linear_parameters:,} weights, one copy", facts.linear_parameters // shards),
+        MemoryLine(
+            f"base: FP8 codes of {facts.linear_parameters:,} weights, one copy", facts.linear_parameters // shards
+        ),
         MemoryLine("base: fp32 scales, one per out channel", scales // shards),
         MemoryLine(f"base: embeddings and norms in {config.engine.dtype}", facts.other_parameters * width // shards),
-        MemoryLine(f"adapter slots: {config.engine.max_loras} of rank {config.engine.max_lora_rank}", slot * config.engine.max_loras // shards),
+        MemoryLine(
+            f"adapter slots: {config.engine.max_loras} of rank {config.engine.max_lora_rank}",
+            slot * config.engine.max_loras // shards,
+        ),
         MemoryLine("KV cache", config.engine.kv_cache_mib * MIB),
     ]
 
@@ -149,7 +159,10 @@ def _trainer_lines(config: JobConfig, facts: ModelFacts) -> list[MemoryLine]:
     lines = [
         MemoryLine(f"trainer: adapter, gradient and two moments, fp32, rank {config.lora.rank}", 16 * adapter),
         MemoryLine("trainer: one projection widened at a time", largest * width),
-        MemoryLine(f"trainer: activations of {config.trainer.micro_batch_tokens} tokens", per_token * config.trainer.micro_batch_tokens),
+        MemoryLine(
+            f"trainer: activations of {config.trainer.micro_batch_tokens} tokens",
+            per_token * config.trainer.micro_batch_tokens,
+        ),
     ]
     parameters = facts.linear_parameters + facts.other_parameters
     own = {
@@ -189,7 +202,9 @@ def _plan_cpu(config: JobConfig, facts: ModelFacts, available_bytes: int | None)
     }
     result = Plan({"CPU": 1.0}, {}, {"num_cpus": 0}, {"num_cpus": 0}, environment, tuple(lines), available_bytes)
     if available_bytes is not None and result.total_bytes > available_bytes:
-        raise MemoryInfeasible(f"does not fit this machine's memory:\n{result.describe()}\nlower engine.kv_cache_mib, engine.max_loras or trainer.micro_batch_tokens")
+        raise MemoryInfeasible(
+            f"does not fit this machine's memory:\n{result.describe()}\nlower engine.kv_cache_mib, engine.max_loras or trainer.micro_batch_tokens"
+        )
     return result
 
 

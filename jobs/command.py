@@ -25,7 +25,9 @@ def job_main(job: Job, *, description: str, default_config: str | None = None) -
     a configuration or a placement that cannot work."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=default_config, help="YAML file; see configs/")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan, then exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the plan, then exit"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
     log.setup()
@@ -51,7 +53,11 @@ def _run(job: Job, config: JobConfig) -> int:
 
         def stop(number: int) -> None:
             if not stopped_by:
-                print(f"\nstopping ({signal.Signals(number).name}); the last checkpoint stays", file=sys.stderr, flush=True)
+                print(
+                    f"\nstopping ({signal.Signals(number).name}); the last checkpoint stays",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 task.cancel()
             stopped_by.append(number)
 
@@ -73,7 +79,9 @@ def prepare_run_dir(config: JobConfig) -> Path:
     """The run's folder with its resolved configuration. An earlier run of the name is moved aside unless this one resumes it."""
     folder = Path(config.out)
     if folder.exists() and not config.resume:
-        aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S', time.localtime(folder.stat().st_mtime))}")
+        aside = folder.with_name(
+            f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S', time.localtime(folder.stat().st_mtime))}"
+        )
         folder.rename(aside)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))

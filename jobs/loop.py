@@ -59,8 +59,10 @@ def rollout_seed(run_seed: int, step: int, problem: int, sample: int) -> int:
 
 def config_digest(config: JobConfig) -> str:
     """Of everything that a resumed run must keep."""
-    kept = {key: asdict(getattr(config, key)) for key in ("lora", "optimizer", "loss", "task", "trainer")}
-    kept["rl"] = {k: v for k, v in asdict(config.rl).items() if k not in ("steps", "min_step_s", "eval_every", "keep_checkpoints")}
+    kept: dict[str, Any] = {key: asdict(getattr(config, key)) for key in ("lora", "optimizer", "loss", "task", "trainer")}
+    kept["rl"] = {
+        k: v for k, v in asdict(config.rl).items() if k not in ("steps", "min_step_s", "eval_every", "keep_checkpoints")
+    }
     kept["engine"] = {k: v for k, v in asdict(config.engine).items() if k != "name"}
     kept["seed"] = config.seed
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

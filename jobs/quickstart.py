@@ -102,7 +102,13 @@ async def _use(config: JobConfig, system: System, task: Any, run_dir: Path, stag
         await asyncio.sleep(config.tenant_baseline_s)
     recorder = Recorder(run_dir, config.rl.steps)
     loop = RLLoop(
-        config, engine=engine, trainer=system.trainer, store=system.store, task=task, run_dir=run_dir, record=recorder.step
+        config,
+        engine=engine,
+        trainer=system.trainer,
+        store=system.store,
+        task=task,
+        run_dir=run_dir,
+        record=recorder.step,
     )
     with stages.stage(f"{config.rl.steps} RL steps beside the tenants"):
         await loop.start()

@@ -12,7 +12,9 @@ from rich.table import Table
 
 def print_table(result: Mapping[str, Any], console: Console | None = None) -> None:
     """The run's outcome, one line per thing."""
-    table = Table(title=f"{result['name']}: {result['steps']} steps in {result['main_job_s']:.0f} s", title_justify="left")
+    table = Table(
+        title=f"{result['name']}: {result['steps']} steps in {result['main_job_s']:.0f} s", title_justify="left"
+    )
     table.add_column("what")
     table.add_column("value", justify="right")
     for name, value in table_rows(result):
@@ -39,7 +41,12 @@ def table_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     for tenant in result.get("tenants", []):
         label = f"tenant {tenant['name']} ({tenant['model']})"
         if tenant.get("accuracy_base") is not None:
-            rows.append((f"{label}: accuracy base -> adapter", f"{100 * tenant['accuracy_base']:.1f} % -> {100 * tenant['accuracy_adapter']:.1f} %"))
+            rows.append(
+                (
+                    f"{label}: accuracy base -> adapter",
+                    f"{100 * tenant['accuracy_base']:.1f} % -> {100 * tenant['accuracy_adapter']:.1f} %",
+                )
+            )
         for phase in ("rl_off", "rl_on"):
             if phase in tenant:
                 seen = tenant[phase]
@@ -82,7 +89,9 @@ def plot(metrics: Sequence[Mapping[str, float]], result: Mapping[str, Any], path
 
     mismatch.semilogy(steps, [m["mismatch/mean_abs_dlogp"] for m in metrics], label="mean")
     mismatch.semilogy(steps, [m["mismatch/max_abs_dlogp"] for m in metrics], label="max")
-    mismatch.set(title=f"|log p engine - log p trainer| ({result['activations']}, {result['dtype']})", xlabel="optimizer step")
+    mismatch.set(
+        title=f"|log p engine - log p trainer| ({result['activations']}, {result['dtype']})", xlabel="optimizer step"
+    )
     mismatch.legend()
 
     parts = [("generate", "time/generate_s"), ("train", "time/train_s"), ("publish", "time/publish_s")]
@@ -106,7 +115,9 @@ def _plot_latency(axis: Any, result: Mapping[str, Any]) -> None:
     bars = [("rl_off", "ttft_ms_p50", "TTFT p50, RL off"), ("rl_on", "ttft_ms_p50", "TTFT p50, RL on"),
             ("rl_off", "ttft_ms_p99", "TTFT p99, RL off"), ("rl_on", "ttft_ms_p99", "TTFT p99, RL on")]  # fmt: skip
     for i, (phase, key, label) in enumerate(bars):
-        axis.bar([x + (i - 1.5) * width for x in range(len(tenants))], [t[phase][key] for t in tenants], width, label=label)
+        axis.bar(
+            [x + (i - 1.5) * width for x in range(len(tenants))], [t[phase][key] for t in tenants], width, label=label
+        )
     axis.set_xticks(range(len(tenants)), [t["name"] for t in tenants])
     axis.set(title="Tenants' time to first token", ylabel="ms")
     axis.legend()

@@ -49,7 +49,9 @@ RULES = {
 @pytest.mark.parametrize("package", sorted(RULES))
 def test_package_imports_only_what_it_may(package: str) -> None:
     code = BLOCKER.format(blocked=RULES[package], package=package)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -25,7 +25,9 @@ PRIVATE_WRITER = MAPPER.format(
 
 
 def mapped_by(code: str, path: Path) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "mapped\n"
     return process
 
@@ -51,7 +53,11 @@ def test_two_readers_share_one_copy_and_a_private_writer_makes_a_second(tmp_path
 
 
 def test_a_process_tree_is_found_and_added_up() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         assert child.stdout.readline() == b"up\n"
         assert child.pid in descendants(os.getpid())

@@ -55,7 +55,13 @@ def test_cpu_refuses_a_base_of_the_trainers_own(tmp_path: Path) -> None:
 
 def test_gpu_plan_names_what_fits_and_why_the_rest_does_not(tmp_path: Path) -> None:
     facts = model(tmp_path, QWEN3_8B)
-    gpu = ["engine.num_gpus=0.5", "trainer.num_gpus=0.5", "engine.dtype=bfloat16", "trainer.dtype=bfloat16", "engine.kv_cache_mib=40000"]
+    gpu = [
+        "engine.num_gpus=0.5",
+        "trainer.num_gpus=0.5",
+        "engine.dtype=bfloat16",
+        "trainer.dtype=bfloat16",
+        "engine.kv_cache_mib=40000",
+    ]
     plan = planner.plan(config(*gpu, "trainer.placement=shared_kv_kept"), facts)
     assert "H200" in plan.accelerators
     assert "GiB needed" in plan.refusals["L40S"]

@@ -43,7 +43,9 @@ def _override(text: str) -> DictConfig:
 def _files(path: Path) -> list:
     """The chain of files from the most general to `path` itself."""
     if not path.exists():
-        raise FileNotFoundError(f"no configuration file {path}; those here: {sorted(str(p) for p in Path('configs').glob('*.yaml'))}")
+        raise FileNotFoundError(
+            f"no configuration file {path}; those here: {sorted(str(p) for p in Path('configs').glob('*.yaml'))}"
+        )
     layer = OmegaConf.load(path)
     base = layer.pop("extends", None)
     return [*(_files(path.parent / base) if base else []), layer]

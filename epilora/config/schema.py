@@ -60,7 +60,9 @@ class EngineConfig:
     kv_cache_mib: int = 64
     tensor_parallel: int = 1
     num_gpus: float = 0.0  # per engine; 0 runs vLLM's CPU backend
-    accelerator_types: list[str] = field(default_factory=list)  # ray.io/accelerator-type labels that may run it, best first
+    accelerator_types: list[str] = field(
+        default_factory=list
+    )  # ray.io/accelerator-type labels that may run it, best first
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +71,9 @@ class EngineConfig:
         if self.tensor_parallel < 1:
             raise ValueError(f"engine.tensor_parallel={self.tensor_parallel}; allowed: >= 1")
         if self.max_loras < 2:
-            raise ValueError(f"engine.max_loras={self.max_loras}; allowed: >= 2 (a policy's next version needs a slot of its own)")
+            raise ValueError(
+                f"engine.max_loras={self.max_loras}; allowed: >= 2 (a policy's next version needs a slot of its own)"
+            )
 
 
 @dataclass
@@ -138,7 +142,9 @@ class RlConfig:
     max_tokens: int = 8
     temperature: float = 1.0
     stop: list[str] = field(default_factory=list)
-    max_staleness: int = 0  # 0: synchronous; k: rollouts of a step may come from a policy at most k optimizer steps older
+    max_staleness: int = (
+        0  # 0: synchronous; k: rollouts of a step may come from a policy at most k optimizer steps older
+    )
     eval_problems: int = 256
     eval_every: int = 0  # 0: before and after only
     checkpoint_every: int = 1

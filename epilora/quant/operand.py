@@ -37,7 +37,9 @@ class Operand:
         if self.values.dtype != want:
             raise TypeError(f"Operand: values are {self.values.dtype}, format {self.format.value} stores {want}")
         if (self.axis is ScaleAxis.NONE) != (self.scales is None):
-            raise ValueError(f"Operand: axis={self.axis.value} with scales={'none' if self.scales is None else 'given'}")
+            raise ValueError(
+                f"Operand: axis={self.axis.value} with scales={'none' if self.scales is None else 'given'}"
+            )
         if self.scales is None and facts.scale_torch_dtype is not None:
             raise ValueError(f"Operand: format {self.format.value} needs scales; give axis and scales")
         if self.scales is None or self.values.dim() != 2:
@@ -46,7 +48,9 @@ class Operand:
         if self.axis is ScaleAxis.TENSOR and self.scales.numel() != 1:
             raise ValueError(f"Operand: axis=tensor needs one scale, got shape {tuple(self.scales.shape)}")
         if self.axis is ScaleAxis.CHANNEL and self.scales.numel() != n:
-            raise ValueError(f"Operand: axis=channel needs {n} scales for values {tuple(self.values.shape)}, got {tuple(self.scales.shape)}")
+            raise ValueError(
+                f"Operand: axis=channel needs {n} scales for values {tuple(self.values.shape)}, got {tuple(self.scales.shape)}"
+            )
         if self.axis is ScaleAxis.BLOCK and self.block is None:
             raise ValueError("Operand: axis=block needs block=(rows, columns)")
 

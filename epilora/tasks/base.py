@@ -37,7 +37,13 @@ class Problem:
 
 @runtime_checkable
 class Task(Protocol):
-    """Questions and their scores. All methods are deterministic."""
+    """Questions and their scores. All methods are deterministic. name: short, fit for file and adapter names."""
+
+    name: str
+
+    def size(self, split: str) -> int:
+        """Number of distinct questions in "train" or "held_out"."""
+        ...
 
     def problem(self, split: str, index: int) -> Problem:
         """The `index`-th question of "train" or "held_out"; indexes past the last wrap round in "train" only."""
@@ -83,9 +89,9 @@ def load_task(path: str, **options: Any) -> Task:
         target = target(**options)
     elif options:
         raise TypeError(f"{path} is a finished task object and takes no options, got {sorted(options)}")
-    missing = [name for name in ("problem", "score", "well_formed") if not callable(getattr(target, name, None))]
+    missing = [name for name in ("size", "problem", "score", "well_formed") if not callable(getattr(target, name, None))]
     if missing:
-        raise TypeError(f"{path}: {type(target).__name__} lacks {missing}; a task has problem, score and well_formed")
+        raise TypeError(f"{path}: {type(target).__name__} lacks {missing}; a task has name, size, problem, score and well_formed")
     return target
 
 

@@ -104,10 +104,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> tuple[str, str]:
     """(job id, API key) of a serving job; the first use starts engine, trainer, store and router."""
-    job = cluster.submit("jobs.serve", "name=server", "tenants=[{name: acme, prompts_task: {path: 'epilora.tasks.arithmetic:addition'}}]")
+    job = cluster.submit(
+        "jobs.serve", "name=server", "tenants=[{name: acme, prompts_task: {path: 'epilora.tasks.arithmetic:addition'}}]"
+    )
     logs = cluster.wait_for(
-        lambda: (text := cluster.client.get_job_logs(job)) and "curl" in text and text
-        or cluster.client.get_job_status(job).is_terminal() and pytest.fail(text), "the server"
+        lambda: ((text := cluster.client.get_job_logs(job)) and "curl" in text and text)
+        or (cluster.client.get_job_status(job).is_terminal() and pytest.fail(text)), "the server"
     )  # fmt: skip
     return job, re.search(r"^  acme\s+(\S+)$", logs, re.MULTILINE).group(1)
 
@@ -123,7 +125,12 @@ class Asking(threading.Thread):
     def run(self) -> None:
         body = {"model": "tiny-arith", "prompt": "3+4=", "max_tokens": 5, "temperature": 0}
         while not self.enough.is_set():
-            reply = httpx.post(f"http://127.0.0.1:{HTTP_PORT}/v1/completions", json=body, timeout=60, headers={"Authorization": f"Bearer {self.key}"})
+            reply = httpx.post(
+                f"http://127.0.0.1:{HTTP_PORT}/v1/completions",
+                json=body,
+                timeout=60,
+                headers={"Authorization": f"Bearer {self.key}"},
+            )
             self.statuses.append(reply.status_code)
             self.texts.append(reply.json()["choices"][0]["text"] if reply.status_code == 200 else reply.text)
 
@@ -172,8 +179,10 @@ def test_a_killed_deterministic_run_resumes_bit_for_bit(cluster: Cluster, server
 
     cut = cluster.submit("jobs.rl", "name=cut", f"out={cut_out}", *settings)
     cluster.wait_for(lambda: len(metrics(cut_out)) >= 3, "three steps of the run to kill")
-    driver = re.compile(rf"jobs\.rl.*name=cut\b")
-    pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _command(p) and driver.search(_command(p))]
+    driver = re.compile(r"jobs\.rl.*name=cut\b")
+    pids = [
+        int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _command(p) and driver.search(_command(p))
+    ]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert cluster.wait(cut) == JobStatus.FAILED

@@ -44,7 +44,9 @@ class Engine:
             await self.gate.wait()
         assert digest in self.loaded, "version was unloaded while its batch was running"
         return [
-            Completion(r.request_id, (1,), (2, 3), str(r.sampling.seed % 2), (-0.5, -0.5), "stop", self.answer_with or digest)
+            Completion(
+                r.request_id, (1,), (2, 3), str(r.sampling.seed % 2), (-0.5, -0.5), "stop", self.answer_with or digest
+            )
             for r in requests
         ]
 
@@ -116,6 +118,11 @@ class Store:
 
 
 class Task:
+    name = "test"
+
+    def size(self, split):
+        return 1000
+
     def problem(self, split, index):
         return Problem(f"{split}-{index}", "1+1=", "2")
 
@@ -156,9 +163,7 @@ def test_synchronous_steps_sample_from_the_version_they_train(tmp_path: Path) ->
     assert loop.policy.version.version == 7  # the initial one and one per step
     assert engine.peak == 2  # the current version and its successor
     assert set(engine.loaded) == {loop.policy.version.digest}
-    expected = [
-        sum(rollout_seed(0, step, i, j) % 2 for i in range(3) for j in range(2)) for step in range(6)
-    ]
+    expected = [sum(rollout_seed(0, step, i, j) % 2 for i in range(3) for j in range(2)) for step in range(6)]
     assert trainer.sessions[loop.session] == [0, *expected]
     assert engine.kv == []
 
@@ -190,7 +195,7 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(tmp_path: Path)
     whole, *_ = make(tmp_path / "whole")
     asyncio.run(start_and_run(whole))
 
-    first, engine, trainer, store, _ = make(tmp_path / "cut", "rl.steps=3")
+    first, engine, _, store, _ = make(tmp_path / "cut", "rl.steps=3")
     asyncio.run(start_and_run(first))
     left_over = set(engine.loaded)
     second, _, _, _, records = make(tmp_path / "cut", "resume=true", parts=(engine, Trainer(), store))

@@ -85,7 +85,7 @@ def test_loading_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "number = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(TypeError, match=r"lacks \['well_formed'\]"):
+    with pytest.raises(TypeError, match=r"lacks \['size', 'well_formed'\]"):
         load_task("my_tasks:make")
     with pytest.raises(TypeError, match="neither a task nor a callable"):
         load_task("my_tasks:number")
@@ -129,7 +129,9 @@ def test_chat_arithmetic_is_chatml() -> None:
     assert problem.prompt.startswith("<|im_start|>user\nWhat is ")
     assert problem.prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert task.score(f"The answer is {problem.answer}.", problem) == 1.0
-    assert task.score(f"The answer is {problem.answer}1.", problem) < 0.1
+    # The last number counts; chain_sum's own score gives part of a point to answers that contain the right one.
+    assert task.score(f"The answer is {problem.answer}1.", problem) < 1.0
+    assert task.score("I do not know.", problem) == 0.0
     assert task.size("held_out") >= 20
 
 

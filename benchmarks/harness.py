@@ -147,6 +147,19 @@ def machine_facts() -> dict[str, Any]:
     return {"gpu": gpu, "versions": versions}
 
 
+def command_line(program: str, arguments: Sequence[str]) -> str:
+    """How a program was started, absolute paths cut to their last part: they name places of one machine only."""
+    return " ".join([program, *(pathlib.PurePath(a).name if a.startswith("/") else a for a in arguments)])
+
+
+def write_results(path: pathlib.Path, head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Write a results file: `head` indented, then one line a row."""
+    text = json.dumps(head, indent=1)
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text[: text.rindex("}")].rstrip() + f',\n "rows": [\n  {lines}\n ]\n}}\n')
+
+
 class Results:
     """A results file under construction: rows with raw samples, appended to what the file already holds.
 
@@ -193,7 +206,4 @@ class Results:
             "runs": self.runs,
             "summary": self.summarise(self.rows),
         }
-        head = json.dumps(whole, indent=1)
-        rows = ",\n  ".join(json.dumps(row) for row in self.rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(head[: head.rindex("}")].rstrip() + f',\n "rows": [\n  {rows}\n ]\n}}\n')
+        write_results(self.path, whole, self.rows)

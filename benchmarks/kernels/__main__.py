@@ -9,7 +9,7 @@ import argparse
 import pathlib
 import sys
 
-from benchmarks.harness import Results
+from benchmarks.harness import Results, command_line
 from benchmarks.kernels import decode
 from benchmarks.kernels.summary import summarise
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=600.0, help="start no new case after this long")
     args = parser.parse_args()
-    results = Results(args.results, summarise, "python -m benchmarks.kernels " + " ".join(sys.argv[1:]))
+    results = Results(args.results, summarise, command_line("python -m benchmarks.kernels", sys.argv[1:]))
     decode.run(results, table_path=args.table, with_vllm=not args.no_vllm, quick=args.quick, replays=args.replays, seconds=args.seconds)
     results.write()
     for key, value in summarise(results.rows).items():

@@ -20,6 +20,7 @@ from epilora.kernels import lora_decode as ld
 from epilora.quant.operand import Operand
 
 RANK = 64
+MAX_SLOTS = 64
 # (tokens, distinct adapters, slots): the figures first, then the one-adapter rows with other slot counts
 CASES = [(1, 1, 8), (16, 1, 8), (8, 1, 8), (4, 1, 8), (32, 32, 32), (32, 1, 32), (32, 8, 32), (1, 1, 32), (1, 1, 1), (16, 1, 32)]
 QUICK = [(1, 1, 8), (16, 1, 8)]
@@ -42,7 +43,8 @@ def configs_from(table: dict[str, Any] | None, M: int, adapters: int) -> list[ld
         for entry in (table or {}).get("entries", []):
             if (entry["N"], entry["K"], entry["M"], entry["rank"], entry["adapters"]) == (p.N, p.K, M, RANK, adapters):
                 found = ld.DecodeConfig(**entry["config"])
-        out.append(found or ld.config_for(M, p.N, p.K, RANK, max(1, adapters)))
+        name = torch.cuda.get_device_name()
+        out.append(found or ld.config_for(M, p.N, p.K, RANK, MAX_SLOTS, device_name=name, distinct_adapters=adapters))
     return out
 
 

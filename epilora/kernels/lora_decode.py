@@ -18,8 +18,11 @@ Source: section 3.1 of the EpiLoRA paper.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import itertools
+import json
+import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,16 +99,36 @@ def _epilogue_bytes(config: DecodeConfig, M: int, num_slices: int, rank: int) ->
     return 1024 + config.k_warps * rows * tokens * 4 + 2 * rows * 4 + lora  # 1024: the ring is aligned to that
 
 
-def config_for(M: int, N: int, K: int, R: int, L: int) -> DecodeConfig:
-    """Stated default: 128 blocks of equal height where N allows it (32 or 48 rows a tile)."""
-    tiles = -(-N // 16)
-    row_tiles = 3 if tiles % 384 == 0 else 2
+@functools.cache
+def tuned_entries(device_name: str) -> tuple[dict, ...]:
+    """Entries of the committed table of a GPU (found by `benchmarks.kernels.tune`); empty where there is none."""
+    path = pathlib.Path(__file__).parent / "tables" / f"decode_{device_name.replace(' ', '_')}.json"
+    return tuple(json.loads(path.read_text())["entries"]) if path.exists() else ()
+
+
+def config_for(
+    M: int, N: int, K: int, R: int, L: int, *, device_name: str = "", distinct_adapters: int | None = None
+) -> DecodeConfig:
+    """The table's entry for this shape, else a stated default: 128 blocks of equal height where N allows it.
+
+    M, N, K, R, L: tokens, out features, in features, rank (0: none), slots. device_name: as torch names the GPU.
+    distinct_adapters: how many adapters the batch is expected to hold (speed only); default: as many as there can be.
+    An entry serves up to its number of tokens and adapters; beyond the largest, the largest serves.
+    """
+    adapters = max(1, min(M, L, distinct_adapters or MAX_TOKENS))
+    same = [e for e in tuned_entries(device_name) if (e["N"], e["K"]) == (N, K)]
+    if same:
+        near = min((e["rank"] for e in same), key=lambda rank: abs(rank - R))
+        enough = [e for e in same if e["rank"] == near and e["M"] >= min(M, max(x["M"] for x in same))]
+        enough = [e for e in enough if e["M"] == min(x["M"] for x in enough)]
+        best = min(enough, key=lambda e: (e["adapters"] < adapters, abs(e["adapters"] - adapters)))
+        return dataclasses.replace(DecodeConfig(**best["config"]), shrink_groups=adapters)
     return DecodeConfig(
-        row_tiles=row_tiles,
+        row_tiles=3 if -(-N // 16) % 384 == 0 else 2,
         stage_k=512 if M > 16 else 1024,
         shrink_warps=8 if K >= 8192 else 4,
         shrink_splits=6 if K >= 8192 else 4,
-        shrink_groups=max(1, min(M, L)),
+        shrink_groups=adapters,
     )
 
 
@@ -233,6 +256,7 @@ def lora_decode(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
+    distinct_adapters: int | None = None,
     overlap_previous: bool = True,
     use_pdl: bool = True,
     implementation: Implementation | str | None = None,
@@ -243,6 +267,7 @@ def lora_decode(
     lora_a, lora_b: one operand per slice, [L, R, K] and [L, N_s, R] in x's dtype (FP8 with row scales: Triton only); empty: no adapters.
     token_lora_indices: [>= M] int32; entries outside 0 .. L-1 (stale, padded) mean none. active_lora_ids: see `lora_shrink`.
     bias: [N] in x's dtype. out: [M, N] in x's dtype. workspace: shared scratch, see `DecodeWorkspace`.
+    config, distinct_adapters: launch configuration, or the number of adapters to choose one for; see `config_for`.
     overlap_previous: the prologue may start before the previous kernel of the stream has ended; it waits before it reads x, slot
     ids or adapters, and only weights, which no kernel of a forward pass writes, are read earlier.
     use_pdl: False launches both kernels as ordinary ones (for comparison).
@@ -267,8 +292,13 @@ def lora_decode(
     slices = [o.values.shape[1] for o in lora_b] if has_lora else [N]
     asked = None if implementation is None else str(getattr(implementation, "value", implementation))
     if asked in (None, "cuda"):
-        config = config or config_for(M, N, K, rank, num_slots)
-        why = supports_cuda(x.device) or _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank)
+        why = supports_cuda(x.device)
+        if not why:
+            name_of_gpu = torch.cuda.get_device_name(x.device)
+            config = config or config_for(
+                M, N, K, rank, num_slots, device_name=name_of_gpu, distinct_adapters=distinct_adapters
+            )
+        why = why or _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank)
         if not why:
             choose(name, x.device, "cuda")
             _check_all(name, x, weight, lora_a, lora_b, token_lora_indices, active_lora_ids, bias, y)
@@ -306,7 +336,9 @@ def lora_decode(
 def _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank) -> str:
     """Why the CUDA kernels cannot run these operands; empty when they can."""
     M, K = x.shape
-    limit = _device_facts(x.device.index or 0)[2]
+    capability, _, limit = _device_facts(x.device.index or 0)
+    if config.wgmma and capability != 90:
+        return f"warpgroup MMAs exist on compute capability 9.0 only, this is {capability / 10}"
     if not is_legal(config, M, K, slices, rank, limit):
         return f"M={M}, K={K}, slices={slices}, rank={rank} with {config} is not legal (K and slices in 16s, rank in 8s)"
     if any(o.scales is not None for o in (*lora_a, *lora_b)):

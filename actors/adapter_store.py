@@ -17,7 +17,7 @@ import ray
 
 from epilora.store import AdapterStore, AuditRow, StoreStats
 from epilora.store.peft_files import base_from_checkpoint
-from epilora.store.sources import check_inside
+from epilora.store.sources import resolve_source
 from epilora.types import AdapterSpec, AdapterVersion
 
 NAMESPACE = "epilora"
@@ -81,13 +81,13 @@ class AdapterStoreActor:
         linear_modules: the modules that may be adapted, () for all linear ones. import_roots: folders `folder` must be
         in.
         """
-        check_inside(folder, import_roots)
+        source = resolve_source(folder, import_roots)
         base = None
         if base_checkpoint and any(Path(base_checkpoint).glob("*.safetensors")):
             base = base_from_checkpoint(base_checkpoint)
             if linear_modules:
                 base = {module: shape for module, shape in base.items() if module in set(linear_modules)}
-        version, _ = self._store.import_peft(folder, name, base=base, **options)
+        version, _ = self._store.import_peft(source, name, base=base, **options)
         return version
 
     def export_peft(self, ref: str, folder: str, *, tenant: str | None = None) -> str:

@@ -34,9 +34,10 @@ from epilora.types import AdapterSpec, AdapterVersion
 
 from .digest import DIGEST_CHARS, adapter_digest, as_fp32_tensors, spec_from_dict, spec_json
 from .objects import ObjectFiles
-from .peft_files import MAX_ADAPTER_BYTES, read_peft_folder, write_peft_folder
+from .peft_files import MAX_ADAPTER_BYTES, write_peft_folder
 from .preflight import PreflightReport, check_tensors, preflight
 from .schema import connect, ensure_schema
+from .sources import read_peft
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,127}")
 OWNER_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")  # tenants, and jobs as `job:<name>`
@@ -232,13 +233,14 @@ class AdapterStore:
         promote: bool = True,
         actor: str = "",
     ) -> tuple[AdapterVersion, PreflightReport]:
-        """Publish a PEFT folder after preflight. base: module -> (out, in) of the base's linear modules, None if
+        """Publish a PEFT folder or URL (`sources`) after preflight. base: module -> (out, in) of the base's linear
+        modules, None if
         unknown.
 
         Raises AdapterRejected with the reason; nothing is stored then.
         """
         _check_name(name)
-        config, tensors = read_peft_folder(folder, max_bytes=max_bytes)
+        config, tensors = read_peft(str(folder), max_bytes=max_bytes)
         report = preflight(config, tensors, base, max_rank=max_rank)
         plain = {key.replace(".default.weight", ".weight"): tensor for key, tensor in tensors.items()}
         version = self.publish(

@@ -2,11 +2,12 @@
 
     python -m benchmarks.cpu_lora --model FOLDER [--sequences 64 256] [--dtype float32] [--adapters 1 2] [--rounds 5]
 
-Variants: `stock` is vLLM's own LoRA classes with its W8A8 base (what runs without the plugin; float32 still needs the plugin's
-admission of that dtype); `ours_w8a8` is our LoRA path on the same base; `ours` adds unrounded activations (the default). Every
-variant samples the same seeded requests through the same engine class; row i runs under adapter i modulo their number (1: an RL
-step's rollouts, 2: neighbouring rows always differ). One sample: tokens of all sequences over the seconds from submission to
-the last of them, and the same over the process's CPU seconds. Rounds go through the variants in turn.
+Variants: `stock` is vLLM's own LoRA classes with its W8A8 base (what runs without the plugin; float32 still needs the
+plugin's admission of that dtype); `ours_w8a8` is our LoRA path on the same base; `ours` adds unrounded activations (the
+default). Every variant samples the same seeded requests through the same engine class; row i runs under adapter i
+modulo their number (1: an RL step's rollouts, 2: neighbouring rows always differ). One sample: tokens of all sequences
+over the seconds from submission to the last of them, and the same over the process's CPU seconds. Rounds go through the
+variants in turn.
 """
 
 from __future__ import annotations

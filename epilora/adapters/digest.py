@@ -1,11 +1,11 @@
 """Digests of what must not differ: an adapter's content, an engine slot's buffers, a base model's bytes.
 
 adapter_digest   sha256( MAGIC | canonical spec JSON | per tensor by name: name, shape, fp32 little-endian bytes )
-slot_digest      sha256( per module by name: name, shape and bytes of A and B as they lie in the slot; all-zero modules left out )
+slot_digest      sha256( per module by name: name, shape and bytes of A and B as they lie in the slot )
 weights_digest   sha256( per stored tensor by name: name, dtype, shape, bytes )
 
-`adapter_digest` gives the values of `epilora.store.digest` (which does without torch); tests/adapters/test_digest.py holds the
-two together.
+`adapter_digest` gives the values of `epilora.store.digest` (which does without torch); tests/adapters/test_digest.py
+holds the two together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def adapter_digest(spec: AdapterSpec, tensors: Mapping[str, Any]) -> str:
-    """sha256 (64 hex characters) of spec and tensors. Tensors of any float dtype are compared as fp32, in the order of names.
+    """sha256 (64 hex characters) of spec and tensors. Tensors of any float dtype are compared as fp32, in the order of
+    names.
 
     Raises TypeError for tensors that hold no floating-point numbers.
     """
@@ -67,8 +68,9 @@ def adapter_digest(spec: AdapterSpec, tensors: Mapping[str, Any]) -> str:
 def slot_digest(modules: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str:
     """sha256 of one adapter slot.
 
-    modules: checkpoint module name -> (A [R, K], B [N, R]) as stored: the engine's dtype, rank padded with zeros to the slot's
-    R. Modules whose A and B are all zero count as absent, so a slot needs no entry for what its adapter does not cover.
+    modules: checkpoint module name -> (A [R, K], B [N, R]) as stored: the engine's dtype, rank padded with zeros to the
+    slot's R. Modules whose A and B are all zero count as absent, so a slot needs no entry for what its adapter does not
+    cover.
     """
     sha = hashlib.sha256()
     for name in sorted(modules):

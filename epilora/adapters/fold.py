@@ -2,9 +2,9 @@
 
     delta W = scaling * B A      ->      B' = scaling * B, once, in fp32
 
-scaling = alpha / rank (alpha / sqrt(rank) with rsLoRA), with rank and alpha possibly set per module by patterns. A pattern is
-PEFT's: a regular expression that must match the module's name to its end, starting at the beginning or after a dot; the first
-that matches wins.
+scaling = alpha / rank (alpha / sqrt(rank) with rsLoRA), with rank and alpha possibly set per module by patterns. A
+pattern is PEFT's: a regular expression that must match the module's name to its end, starting at the beginning or after
+a dot; the first that matches wins.
 
 Every check names the module, what it has and what it should have. Source of the semantics: PEFT's `LoraConfig`.
 """
@@ -78,17 +78,15 @@ def module_rank_and_scaling(spec: AdapterSpec, module: str) -> tuple[int, float]
 
 def is_target(spec: AdapterSpec, module: str) -> bool:
     """Whether the spec's target_modules (names or dotted suffixes; `all-linear` for all) cover a module."""
-    return any(
-        target == ALL_LINEAR or module == target or module.endswith("." + target) for target in spec.target_modules
-    )
+    return any(target in (ALL_LINEAR, module) or module.endswith("." + target) for target in spec.target_modules)
 
 
 def fold(spec: AdapterSpec, tensors: Mapping[str, Any]) -> dict[str, FoldedModule]:
     """Per checkpoint module: A and scaled B, fp32, in tensors of their own (the caller's are never written to).
 
     tensors: PEFT's keys (`base_model.model.<module>.lora_A.weight`), torch or numpy.
-    Raises AdapterRejected: a key that is no LoRA weight, A without B, wrong dimensions or rank, values that are not finite,
-    a module that target_modules does not cover, no module at all.
+    Raises AdapterRejected: a key that is no LoRA weight, A without B, wrong dimensions or rank, values that are not
+    finite, a module that target_modules does not cover, no module at all.
     """
     if spec.rank < 1 or not math.isfinite(spec.alpha):
         raise AdapterRejected(
@@ -123,8 +121,8 @@ def fold(spec: AdapterSpec, tensors: Mapping[str, Any]) -> dict[str, FoldedModul
         a_RK, b_NR = pair["A"], pair["B"]
         if a_RK.shape[0] != rank or b_NR.shape[1] != rank:
             raise AdapterRejected(
-                f"module {module!r} has lora_A {tuple(a_RK.shape)}, lora_B {tuple(b_NR.shape)}; by its spec it should have"
-                f" lora_A ({rank}, {a_RK.shape[1]}), lora_B ({b_NR.shape[0]}, {rank})"
+                f"module {module!r} has lora_A {tuple(a_RK.shape)}, lora_B {tuple(b_NR.shape)};"
+                f" by its spec it should have lora_A ({rank}, {a_RK.shape[1]}), lora_B ({b_NR.shape[0]}, {rank})"
             )
         folded[module] = FoldedModule(a_RK.to(torch.float32, copy=True), b_NR.to(torch.float32) * scaling, scaling)
     return folded
@@ -149,7 +147,8 @@ def check_against_base(folded: Mapping[str, FoldedModule], base: Iterable[Linear
         should = ((module.rank, target.in_features), (target.out_features, module.rank))
         if has != should:
             raise AdapterRejected(
-                f"module {name!r} has lora_A {has[0]}, lora_B {has[1]}; it should have lora_A {should[0]}, lora_B {should[1]}"
+                f"module {name!r} has lora_A {has[0]}, lora_B {has[1]};"
+                f" it should have lora_A {should[0]}, lora_B {should[1]}"
             )
         if module.rank > max_rank:
             raise AdapterRejected(

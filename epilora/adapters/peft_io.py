@@ -1,7 +1,7 @@
 """PEFT adapter folders: `adapter_config.json` and `adapter_model.safetensors`, read and written.
 
-Tensors are fp32 under PEFT's keys, scaling not folded. What an engine slot cannot hold is refused when reading: DoRA, biases,
-modules saved whole, other PEFT methods. Format: https://huggingface.co/docs/peft (checkpoint format).
+Tensors are fp32 under PEFT's keys, scaling not folded. What an engine slot cannot hold is refused when reading: DoRA,
+biases, modules saved whole, other PEFT methods. Format: https://huggingface.co/docs/peft (checkpoint format).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def config_of(spec: AdapterSpec, base_model: str = "") -> dict[str, Any]:
 
 
 def spec_of(config: Mapping[str, Any]) -> AdapterSpec:
-    """The spec in an adapter_config.json. Raises AdapterRejected for what no slot can hold, naming the field and its value."""
+    """The spec in an adapter_config.json. Raises AdapterRejected for what no slot can hold, naming the field and its
+    value.
+    """
     if config.get("peft_type", "LORA") != "LORA":
         raise AdapterRejected(f"{CONFIG_NAME}: peft_type={config['peft_type']!r}; only LORA adapters are served")
     if config.get("bias", "none") != "none":

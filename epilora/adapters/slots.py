@@ -1,8 +1,9 @@
 """Which adapter version sits in which engine slot, who uses it, and what may be put out.
 
-A version (by digest) is *loaded* under an integer id of its own, never used twice. Live requests and pins hold it. A version
-asked to leave while requests run is *leaving*: new requests no longer find it, its slot is freed with the last request.
-When all slots are taken, the least recently used version that nobody holds makes room; if all are held, NoFreeSlot.
+A version (by digest) is *loaded* under an integer id of its own, never used twice. Live requests and pins hold it. A
+version asked to leave while requests run is *leaving*: new requests no longer find it, its slot is freed with the last
+request. When all slots are taken, the least recently used version that nobody holds makes room; if all are held,
+NoFreeSlot.
 
 A plain state machine without locks or tensors: its owner calls it from one place at a time and does what it returns.
 """
@@ -17,7 +18,9 @@ from epilora.errors import AdapterNotFound, NoFreeSlot
 
 @dataclass
 class Slot:
-    """One loaded version. int_id: the engine's adapter id; live: running requests; pins: who pinned it; leaving: see module."""
+    """One loaded version. int_id: the engine's adapter id; live: running requests; pins: who pinned it; leaving: see
+    module.
+    """
 
     digest: str
     int_id: int
@@ -56,8 +59,8 @@ class SlotMap:
     def reserve(self, digest: str) -> tuple[int | None, list[int]]:
         """Make room for a version. Call `commit` once it is loaded.
 
-        Returns (int id to load it under, ids to unload first); (None, []) if it is loaded already. A leaving version that is
-        asked for again simply stays. Raises NoFreeSlot (nothing changes then).
+        Returns (int id to load it under, ids to unload first); (None, []) if it is loaded already. A leaving version
+        that is asked for again simply stays. Raises NoFreeSlot (nothing changes then).
         """
         slot = self._slots.get(digest)
         if slot is not None:

@@ -2,10 +2,11 @@
 
     y = round((x codes^T) * scale + bias + (x A^T) B^T)
 
-The codes are widened without rounding (every e4m3 value is a bf16, fp16 and fp32 value), the activations are not quantised,
-sums run in fp32 whatever the dtype of x (in fp16 `x codes^T` before scaling would overflow past 65504), the scale is applied
-to the finished sum, and the result is rounded to the dtype of x once. The adapter's scaling (alpha / rank) is folded into B
-beforehand. What engine and trainer disagree on is then only the order of sums inside a GEMM and the attention kernel.
+The codes are widened without rounding (every e4m3 value is a bf16, fp16 and fp32 value), the activations are not
+quantised, sums run in fp32 whatever the dtype of x (in fp16 `x codes^T` before scaling would overflow past 65504), the
+scale is applied to the finished sum, and the result is rounded to the dtype of x once. The adapter's scaling (alpha /
+rank) is folded into B beforehand. What engine and trainer disagree on is then only the order of sums inside a GEMM and
+the attention kernel.
 
 At most one projection is widened at a time: nothing is cached between calls.
 
@@ -30,7 +31,8 @@ def w8a16_linear(
 ) -> torch.Tensor:
     """(x codes^T) * scale (+ bias), accumulated in fp32. Differentiable in x (codes and scales are constants).
 
-    x_MK: [..., K], fp32, bf16 or fp16. codes_NK: [N, K] float8_e4m3fn (any strides). scale_N: [N] or [N, 1] fp32, or one value.
+    x_MK: [..., K], fp32, bf16 or fp16. codes_NK: [N, K] float8_e4m3fn (any strides). scale_N: [N] or [N, 1] fp32, or
+    one value.
     Returns [..., N] in `out_dtype` (None: the dtype of x). Ask for fp32 to add a LoRA delta before the only rounding.
     """
     y_MN = F.linear(x_MK.to(ACCUMULATE_DTYPE), codes_NK.to(ACCUMULATE_DTYPE))
@@ -40,11 +42,14 @@ def w8a16_linear(
     return y_MN.to(out_dtype or x_MK.dtype)
 
 
-def lora_delta(x_MK: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def lora_delta(
+    x_MK: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """(x A^T) B^T, accumulated in fp32; the [M, R] intermediate is not rounded. Differentiable in x, A and B.
 
-    x_MK: [..., K]; a_RK: [R, K]; b_NR: [N, R], scaling folded in. A 16-bit engine stores A and B in its own dtype: a trainer that
-    wants to match it rounds them to that dtype first. Returns [..., N] in `out_dtype` (None: the dtype of x).
+    x_MK: [..., K]; a_RK: [R, K]; b_NR: [N, R], scaling folded in. A 16-bit engine stores A and B in its own dtype: a
+    trainer that wants to match it rounds them to that dtype first. Returns [..., N] in `out_dtype` (None: the dtype of
+    x).
     """
     h_MR = F.linear(x_MK.to(ACCUMULATE_DTYPE), a_RK.to(ACCUMULATE_DTYPE))
     return F.linear(h_MR, b_NR.to(ACCUMULATE_DTYPE)).to(out_dtype or x_MK.dtype)
@@ -58,7 +63,8 @@ def w8a16_lora_linear(
     a_RK: torch.Tensor | None = None,
     b_NR: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Base plus adapter, rounded once: what the engine's layer computes for rows of one adapter (a, b None: plain base).
+    """Base plus adapter, rounded once: what the engine's layer computes for rows of one adapter (a, b None: plain
+    base).
 
     Shapes and dtypes as in `w8a16_linear` and `lora_delta`. Returns [..., N] in the dtype of x.
     """

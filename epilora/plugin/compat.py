@@ -1,7 +1,8 @@
 """What this plugin needs of vLLM, as feature tests: names, signatures, attributes. Never a comparison of versions.
 
-Each `*_problems` function returns reasons why one feature cannot be installed here (empty: it can). `register` leaves stock
-vLLM in place for what is not understood and says so once. Small differences between releases are bridged here too.
+Each `*_problems` function returns reasons why one feature cannot be installed here (empty: it can). `register` leaves
+stock vLLM in place for what is not understood and says so once. Small differences between releases are bridged here
+too.
 """
 
 from __future__ import annotations

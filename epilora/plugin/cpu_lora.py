@@ -2,8 +2,8 @@
 
     for each slot s with rows r:    y[r, slice] += (x[r] A_s^T) B_s^T
 
-Stock vLLM 0.28 gathers one copy of A and B per token ([M, N, R] elements) and reads index -1 as the last slot, so that base rows
-batched with adapter rows get an adapter. Here rows without an adapter are in no group and stay as they are.
+Stock vLLM 0.28 gathers one copy of A and B per token ([M, N, R] elements) and reads index -1 as the last slot, so that
+base rows batched with adapter rows get an adapter. Here rows without an adapter are in no group and stay as they are.
 
 Legend: M tokens, K in features, N out features, R rank, L slots. S slices packed along N. The arithmetic is
 `epilora.kernels.cpu_reference.lora_delta`: sums in fp32, the [M, R] intermediate not rounded.
@@ -49,6 +49,7 @@ def add_lora(
     x_MK: torch.Tensor,
     a_LSK: torch.Tensor,
     b_slices: tuple[torch.Tensor, ...],
+    *,
     rows: RowGroups,
     ranks: list[list[int]],
 ) -> None:
@@ -56,7 +57,8 @@ def add_lora(
 
     y_MN: [M', N] fp32, M' >= rows.num_rows (rows past it are padding). x_MK: [M', K], any float dtype.
     a_LSK: [L, S * R, K], the A of all S slices below one another, so that one GEMM shrinks for all of them.
-    b_slices: per slice [L, 1, N_i, R], the N_i summing to N. ranks: [slice][slot], columns of B in use; 0: nothing there.
+    b_slices: per slice [L, 1, N_i, R], the N_i summing to N. ranks: [slice][slot], columns of B in use; 0: nothing
+    there.
     """
     rank_stride = a_LSK.shape[1] // len(b_slices)
     x_MK = x_MK.to(ACCUMULATE_DTYPE)
@@ -67,7 +69,7 @@ def add_lora(
         neighbours = isinstance(group, slice)
         a_SK = a_LSK[slot, : used[0]] if len(used) == 1 else a_LSK[slot]
         h_MS = F.linear(x_MK[group], a_SK.to(ACCUMULATE_DTYPE))
-        # Neighbouring rows: B's GEMM adds onto y itself. Scattered rows: their deltas side by side, then one scattered add.
+        # Neighbouring rows: B's GEMM adds onto y itself. Scattered rows: their deltas side by side, one scattered add.
         target = y_MN[group] if neighbours else y_MN.new_zeros(h_MS.shape[0], y_MN.shape[1])
         column = 0
         for index, (b_LNR, rank) in enumerate(zip(b_slices, used, strict=True)):
@@ -76,5 +78,5 @@ def add_lora(
                 h_MR = h_MS[:, index * rank_stride : index * rank_stride + rank]
                 target[:, column : column + width].addmm_(h_MR, b_LNR[slot, 0, :, :rank].t().to(ACCUMULATE_DTYPE))
             column += width
-        if not neighbours:
+        if isinstance(group, torch.Tensor):
             y_MN.index_add_(0, group, target)

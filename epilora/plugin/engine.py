@@ -1,14 +1,15 @@
 """A vLLM engine that satisfies `actors.protocols.Engine`: one in-process LLMEngine, one thread that steps it.
 
 Calls never touch the LLMEngine: they put work into an inbox which the step thread drains between two steps, so requests
-submitted in one call enter the same step and an adapter is never swapped during one. Results come back through the caller's
-event loop.
+submitted in one call enter the same step and an adapter is never swapped during one. Results come back through the
+caller's event loop.
 
-Log-probabilities are those of the distribution sampled from: after temperature, top-k and top-p (at temperature 1 without
-truncation, and for greedy requests without truncation, that is the plain log-softmax). `score` is always the plain log-softmax.
+Log-probabilities are those of the distribution sampled from: after temperature, top-k and top-p (at temperature 1
+without truncation, and for greedy requests without truncation, that is the plain log-softmax). `score` is always the
+plain log-softmax.
 
-Determinism: a request with a seed draws from its own generator, whatever else is in the batch. The same requests submitted
-together to an idle engine after `reset_prefix_cache` see the same batches and give the same bits.
+Determinism: a request with a seed draws from its own generator, whatever else is in the batch. The same requests
+submitted together to an idle engine after `reset_prefix_cache` see the same batches and give the same bits.
 
 vLLM is imported by the constructor only (10 s).
 """
@@ -84,13 +85,16 @@ class VllmEngine:
     ) -> None:
         """Load the model and start stepping; blocks until the engine is ready.
 
-        name: of the engine, in manifests. model_path: folder with config.json, weights, tokenizer. dtype: float32, bfloat16,
-        float16. quantization: vLLM's name, None for none. activations: "w8a8" or "w8a16" (FP8 bases).
-        max_lora_rank: one of vLLM's (1, 8, 16, 32, 64, ...). target_modules: suffixes adapters may target; None: all linears.
+        name: of the engine, in manifests. model_path: folder with config.json, weights, tokenizer. dtype: float32,
+        bfloat16, float16. quantization: vLLM's name, None for none. activations: "w8a8" or "w8a16" (FP8 bases).
+        max_lora_rank: one of vLLM's (1, 8, 16, 32, 64, ...). target_modules: suffixes adapters may target; None: all
+        linears.
         tenant_seats: how many of max_num_seqs rollouts leave free, so that a tenant never waits for a rollout to end.
-        kv_cache_bytes: of the cache. block_size: tokens a cache block, None: vLLM's choice. shm_dir: for `export_weights`.
+        kv_cache_bytes: of the cache. block_size: tokens a cache block, None: vLLM's choice. shm_dir: for
+        `export_weights`.
 
-        Raises RuntimeError if the plugin is not active, UnsupportedKernel if the activations cannot be had, and what vLLM raises.
+        Raises RuntimeError if the plugin is not active, UnsupportedKernel if the activations cannot be had, and what
+        vLLM raises.
         """
         if activations not in ("w8a8", "w8a16"):
             raise ValueError(f"VllmEngine: activations={activations!r}; allowed are w8a8, w8a16")
@@ -190,7 +194,7 @@ class VllmEngine:
         self._tokenizer = self._engine.get_tokenizer()
         self._rpc("epilora_count_steps")
         gc.collect()
-        gc.freeze()  # what start-up made lives as long as the process: full collections need not walk it every few steps
+        gc.freeze()  # what start-up made lives as long as the process: collections need not walk it
         core, stock = self._engine.engine_core, self._engine.engine_core.get_output
 
         def get_output() -> Any:
@@ -202,7 +206,7 @@ class VllmEngine:
                     live.first_s = now
             return outputs
 
-        core.get_output = get_output
+        core.get_output = get_output  # type: ignore[method-assign]
 
     def _describe(self, arguments: dict[str, Any]) -> EngineInfo:
         import vllm
@@ -354,7 +358,7 @@ class VllmEngine:
         self._internal.pop(live.internal_id, None)
         with self._lock:
             self._names.discard(live.engine_id)
-            leaving = self._slots.release(live.request.adapter) if live.request.adapter else []
+            leaving = self._slots.release(live.request.adapter) if live.request.adapter else list[int]()
         self._unload_ids(leaving)
         live.on_done(result)
 
@@ -372,7 +376,8 @@ class VllmEngine:
             live = self._live.get(engine_id)
             if live is None:
                 continue
-            tokens, logprobs = (), None
+            tokens: Sequence[int] = ()
+            logprobs = None
             if live.internal_id:
                 tokens, logprobs = compat.partial_output(self._engine, live.internal_id)
                 self._engine.abort_request([engine_id])
@@ -383,8 +388,7 @@ class VllmEngine:
                 continue
             completion = self._make_completion(live, tuple(tokens), logprobs, "abort", None)
             if live.on_chunk is not None:
-                end = {"finish_reason": "abort", "prompt_tokens": len(live.prompt), "completion_tokens": live.produced}
-                live.on_chunk(TokenChunk(live.request.request_id, (), "", (), **end))
+                live.on_chunk(TokenChunk(live.request.request_id, (), "", (), "abort", len(live.prompt), live.produced))
             self._finish(live, completion)
 
     def _take_snapshot(self) -> None:
@@ -442,8 +446,8 @@ class VllmEngine:
             raise ValueError(f"request {request.request_id!r}: max_tokens={sampling.max_tokens}; at least 1")
         if len(prompt) + sampling.max_tokens > self._max_model_len:
             raise PromptTooLong(
-                f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens} exceed the"
-                f" context of {self._max_model_len} tokens (max_model_len)"
+                f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
+                f" exceed the context of {self._max_model_len} tokens (max_model_len)"
             )
         try:
             params = self._SamplingParams(
@@ -596,17 +600,20 @@ class VllmEngine:
                 self._post_abort([live.engine_id])
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End running requests; their completions have finish_reason "abort" and the tokens so far. Unknown ids are fine."""
+        """End running requests; their completions have finish_reason "abort" and the tokens so far. Unknown ids are
+        fine.
+        """
         ids = [f"{kind}-{request_id}" for request_id in request_ids for kind in _KINDS]
         await self._call(lambda: self._abort_now(ids))
 
     async def score(
         self, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], adapter: str | None = None
     ) -> list[list[float]]:
-        """Log-probabilities (plain log-softmax, natural) of each (prompt, completion)'s completion tokens under `adapter`.
+        """Log-probabilities (plain log-softmax, natural) of each (prompt, completion)'s completion tokens under
+        `adapter`.
 
-        Prompt and completion together may fill the context if the model's own context is longer than max_model_len, else all
-        but one token of it. Raises AdapterNotFound, PromptTooLong, ValueError.
+        Prompt and completion together may fill the context if the model's own context is longer than max_model_len,
+        else all but one token of it. Raises AdapterNotFound, PromptTooLong, ValueError.
         """
         batch: list[Live] = []
         try:
@@ -654,8 +661,8 @@ class VllmEngine:
         """Put a version into a free slot, from memory, between two steps. Idempotent by digest.
 
         If no slot is free, the least recently used version that no request runs on and nobody pinned makes room.
-        Raises AdapterRejected (module, shape it has and should have; no coverage; values not finite; content that is not the
-        digest's), BaseMismatch, NoFreeSlot. A failed load changes nothing a request could see.
+        Raises AdapterRejected (module, shape it has and should have; no coverage; values not finite; content that is
+        not the digest's), BaseMismatch, NoFreeSlot. A failed load changes nothing a request could see.
         """
         base = self._info.base_digest
         if version.base_digest and version.base_digest != base:
@@ -732,8 +739,9 @@ class VllmEngine:
     async def release_kv(self, keep_fraction: float = 0.0) -> int:
         """Drop the KV cache's pages past `keep_fraction`; returns the bytes given back to the system.
 
-        Running requests are preempted and recompute their keys and values when they go on; the prefix cache is emptied. On
-        the CPU the cache's capacity stays: pages come back as blocks are written, there is no need to wait for `restore_kv`.
+        Running requests are preempted and recompute their keys and values when they go on; the prefix cache is emptied.
+        On the CPU the cache's capacity stays: pages come back as blocks are written, there is no need to wait for
+        `restore_kv`.
         """
 
         def run() -> int:
@@ -748,7 +756,7 @@ class VllmEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises RuntimeError if vLLM refuses (blocks in use by running requests)."""
-        if not await self._call(lambda: self._engine.reset_prefix_cache()):
+        if not await self._call(self._engine.reset_prefix_cache):
             raise RuntimeError(
                 f"engine {self.name}: the prefix cache cannot be reset while requests run; wait for them or abort them"
             )
@@ -785,9 +793,12 @@ class VllmEngine:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ValueError(f"model {self._info.model_name!r} has no chat template; send a plain prompt instead")
         text = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._tokenizer.encode(str(text), add_special_tokens=False))
 
     def close(self) -> None:
         """Stop stepping (what runs fails with EngineDead), free the engine and the shared file's name. Idempotent."""

@@ -14,8 +14,8 @@ _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "wpe", "embeddings", "word_embe
 def prepare_environment() -> None:
     """Environment vLLM needs for one in-process engine. Before vllm is imported; what is set already stays.
 
-    Off a GPU: Dynamo off (the engine is eager; the log-prob kernel's compile would cost seconds), threads not bound to cores
-    (others share the machine).
+    Off a GPU: Dynamo off (the engine is eager; the log-prob kernel's compile would cost seconds), threads not bound to
+    cores (others share the machine).
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

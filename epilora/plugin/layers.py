@@ -2,19 +2,21 @@
 
 Two choices, each made once per layer after loading and never changed (vLLM's compiler drops guards):
 
-- activations. "w8a8": vLLM quantises activations per token (stock). "w8a16" ("matched"): the same FP8 codes, widened, times
-  unrounded activations. `match_activations` swaps the quantisation method of every FP8 linear layer, with or without LoRA.
-- the LoRA path. "cpu": grouped rows in plain torch; "stock": vLLM's own code. A GPU path is a third value of `LoRAPath` and one
-  more branch in `apply`.
+- activations. "w8a8": vLLM quantises activations per token (stock). "w8a16" ("matched"): the same FP8 codes, widened,
+  times unrounded activations. `match_activations` swaps the quantisation method of every FP8 linear layer, with or
+  without LoRA.
+- the LoRA path. "cpu": grouped rows in plain torch; "stock": vLLM's own code. A GPU path is a third value of `LoRAPath`
+  and one more branch in `apply`.
 
-A layer's own collectives (tensor parallelism) stay vLLM's: only `apply` is replaced, whose output is a partial sum there too.
+A layer's own collectives (tensor parallelism) stay vLLM's: only `apply` is replaced, whose output is a partial sum
+there too.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ ACTIVATIONS = ("w8a8", "w8a16")
 CALLS: collections.Counter[str] = collections.Counter()
 
 
-class LoRAPath(str, Enum):
+class LoRAPath(StrEnum):
     """Who adds the adapter's delta."""
 
     CPU = "lora_cpu"
@@ -68,7 +70,7 @@ class MatchedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self.inner.process_weights_after_loading(layer)
 
-    def accumulate(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def accumulate(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[..., N] in fp32, not yet rounded to the dtype of x."""
         return w8a16_linear(x, layer.weight.t(), layer.weight_scale, bias, out_dtype=ACCUMULATE_DTYPE)
 
@@ -82,17 +84,19 @@ def _matched_problem(layer: torch.nn.Module) -> str | None:
     if weight.device.type != "cpu":
         return f"its weight is on {weight.device}; only the CPU path exists so far"
     if weight.dim() != 2 or weight.stride(0) != 1:
-        return f"its weight has shape {tuple(weight.shape)}, strides {tuple(weight.stride())}; expected [K, N] with strides (1, K)"
+        has = f"shape {tuple(weight.shape)}, strides {tuple(weight.stride())}"
+        return f"its weight has {has}; expected [K, N] with strides (1, K)"
     if scale is None or scale.numel() not in (1, weight.shape[1]):
-        return f"its weight_scale is {None if scale is None else tuple(scale.shape)}; expected one value or {weight.shape[1]}"
+        found = None if scale is None else tuple(scale.shape)
+        return f"its weight_scale is {found}; expected one value or {weight.shape[1]}"
     return None
 
 
 def match_activations(model: torch.nn.Module, activations: str) -> int:
     """Give every FP8 linear layer of a loaded model the requested activations; returns how many were switched.
 
-    Raises UnsupportedKernel if one cannot be switched (naming it), or if w8a16 is asked of a model without FP8 layers: a model
-    never runs half matched in silence.
+    Raises UnsupportedKernel if one cannot be switched (naming it), or if w8a16 is asked of a model without FP8 layers:
+    a model never runs half matched in silence.
     """
     if activations == "w8a8":
         return 0
@@ -142,7 +146,9 @@ def _used_rank(b_NR: torch.Tensor) -> int:
 
 
 class EpiloraLinear:
-    """Mixed in before a vLLM LoRA linear class. Attributes of its own start with `_epilora`: the layer forwards other names."""
+    """Mixed in before a vLLM LoRA linear class. Attributes of its own start with `_epilora`: the layer forwards other
+    names.
+    """
 
     _epilora_path: LoRAPath | None = None
     _epilora_forward = False  # the stock class runs base_layer.forward instead of its quantisation method
@@ -193,12 +199,14 @@ class EpiloraLinear:
         if rows.groups:
             y = y.to(ACCUMULATE_DTYPE)  # rows without an adapter come back from it unchanged
             y_MN, x_MK = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-            add_lora(y_MN, x_MK, self._epilora_a, self.lora_b_stacked, rows, self._epilora_ranks)  # type: ignore[attr-defined]
+            add_lora(y_MN, x_MK, self._epilora_a, self.lora_b_stacked, rows=rows, ranks=self._epilora_ranks)  # type: ignore[attr-defined]
         return y.to(x.dtype)
 
 
 def _runs_base_forward(layer: Any) -> bool:
-    """Whether the stock `apply` of this layer calls `base_layer.forward`: replicated layers, merged layers with a forward of their own."""
+    """Whether the stock `apply` of this layer calls `base_layer.forward`: replicated layers, merged layers with a
+    forward of their own.
+    """
     from vllm.lora.layers import MergedColumnParallelLinearWithLoRA, ReplicatedLinearWithLoRA
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 

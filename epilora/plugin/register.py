@@ -5,7 +5,8 @@ Features, each behind its own test in `compat`:
   cpu_rows   (CPU) rows grouped by adapter whenever vLLM updates its mapping
   matched    W8A16 activations where `additional_config={"epilora": {"activations": "w8a16"}}` asks for them
   float32    (CPU) float32 activations admitted with online quantisation; vLLM lists only bf16 and fp16
-  seeds      (CPU) seeds honoured in batches in which only some rows have one; stock 0.28 draws all rows from the global generator
+  seeds      (CPU) seeds honoured in batches in which only some rows have one; stock 0.28 draws all rows from the global
+  generator
 
 vLLM swallows plugin errors and runs without the plugin: look at `installed()`. EPILORA_DISABLE=1 leaves stock vLLM.
 Idempotent, cheap, touches no device.
@@ -103,7 +104,7 @@ def _install_cpu_rows() -> None:
         stock(self, *args, **kwargs)
         self._epilora_rows = group_rows(self.token_lora_indices)
 
-    PunicaWrapperCPU.update_metadata = update_metadata
+    PunicaWrapperCPU.update_metadata = update_metadata  # type: ignore[method-assign]
 
 
 def _install_matched() -> None:
@@ -119,7 +120,7 @@ def _install_matched() -> None:
         match_activations(model, requested_activations(vllm_config))
         return model
 
-    BaseModelLoader.load_model = load_model
+    BaseModelLoader.load_model = load_model  # type: ignore[method-assign]
 
 
 def _install_float32() -> None:
@@ -128,7 +129,8 @@ def _install_float32() -> None:
 
     stock = OnlineQuantizationConfig.get_supported_act_dtypes()
     admitted = [*stock, *([] if torch.float32 in stock else [torch.float32])]
-    OnlineQuantizationConfig.get_supported_act_dtypes = classmethod(lambda cls: list(admitted))
+    replacement: Any = classmethod(lambda cls: list(admitted))
+    OnlineQuantizationConfig.get_supported_act_dtypes = replacement  # type: ignore[method-assign]
 
 
 def _install_seeds() -> None:
@@ -154,4 +156,4 @@ def _install_seeds() -> None:
             noise[row].exponential_(generator=generator)
         return probs.div_(noise).argmax(dim=-1), processed
 
-    topk_topp_sampler.TopKTopPSampler.forward_cpu = forward_cpu
+    topk_topp_sampler.TopKTopPSampler.forward_cpu = forward_cpu  # type: ignore[method-assign]

@@ -54,7 +54,9 @@ def to_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> None:
 def read_logprobs(
     tokens: Sequence[int], logprobs: Any, asked: int | None
 ) -> tuple[tuple[float, ...], tuple[tuple[tuple[int, float], ...], ...]]:
-    """(the sampled tokens' log-probs, per token the `asked` likeliest as (id, log-prob)) of vLLM's list or flat log-probs."""
+    """(the sampled tokens' log-probs, per token the `asked` likeliest as (id, log-prob)) of vLLM's list or flat
+    log-probs.
+    """
     if asked is None or logprobs is None:
         return (), ()
     sampled: list[float] = []

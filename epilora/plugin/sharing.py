@@ -1,8 +1,8 @@
 """One copy of the base: the engine's parameters moved into one file in shared memory that others map read-only.
 
-Each tensor is copied once to a page-aligned offset, the engine's parameter is rebound to the mapping (a weight stays the
-[K, N] view with strides (1, K) of its [N, K] bytes), and the mapping is protected: a stray write ends in a fault, not in a
-silently different base. Trainers map the same file; the pages exist once in memory.
+Each tensor is copied once to a page-aligned offset, the engine's parameter is rebound to the mapping (a weight stays
+the [K, N] view with strides (1, K) of its [N, K] bytes), and the mapping is protected: a stray write ends in a fault,
+not in a silently different base. Trainers map the same file; the pages exist once in memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """A tensor to share: `bytes_view` is its row-major form (a weight as [N, K]); `rows` of it are listed in the manifest."""
+    """A tensor to share: `bytes_view` is its row-major form (a weight as [N, K]); `rows` of it are listed in the
+    manifest.
+    """
 
     bytes_view: torch.Tensor
     rows: int | None = None  # None: all
 
 
 class SharedFile:
-    """One file of shared memory that holds tensors, mapped read-only after it was filled. Keep it alive while they are used."""
+    """One file of shared memory that holds tensors, mapped read-only after it was filled. Keep it alive while they are
+    used.
+    """
 
     def __init__(self, path: str, tensors: Sequence[SharedTensor]) -> None:
         """Create `path` and copy the tensors into it.

@@ -1,10 +1,12 @@
-"""What an engine's worker does for us, as named methods: `collective_rpc("epilora_...")`, plain arguments, plain results.
+"""What an engine's worker does for us, as named methods: `collective_rpc("epilora_...")`, plain arguments, plain
+results.
 
-vLLM adds this class to its worker's bases (`worker_extension_cls`), so the same calls reach an in-process, a multi-process and a
-tensor-parallel engine. Names begin with `epilora_`: they must not clash with the worker's own.
+vLLM adds this class to its worker's bases (`worker_extension_cls`), so the same calls reach an in-process, a
+multi-process and a tensor-parallel engine. Names begin with `epilora_`: they must not clash with the worker's own.
 
-Manifest names: a linear layer, norm or embedding is listed under its module path (`model.layers.0.self_attn.qkv_proj`); a
-parameter that is not called `weight` under its full name (`model.layers.0.self_attn.qkv_proj.bias`). LoRA wrappers do not show.
+Manifest names: a linear layer, norm or embedding is listed under its module path (`model.layers.0.self_attn.qkv_proj`);
+a parameter that is not called `weight` under its full name (`model.layers.0.self_attn.qkv_proj.bias`). LoRA wrappers do
+not show.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class WorkerExtension:
     def _epilora_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, SharedTensor, bool]]:
         """(plain name, parameter, how to store it, whether that is transposed) of every parameter, tied ones once.
 
-        A weight held as [K, N] with strides (1, K) is stored as [N, K]. Padding rows of a vocabulary are stored, not listed.
+        A weight held as [K, N] with strides (1, K) is stored as [N, K]. Padding rows of a vocabulary are stored, not
+        listed.
         """
         model = self._epilora_model()
         modules = dict(model.named_modules())
@@ -77,15 +80,17 @@ class WorkerExtension:
     def epilora_export_weights(self, folder: str, engine: str) -> WeightManifest:
         """Move every base parameter into one file in `folder`, once; later calls return the same manifest.
 
-        Raises MemoryInfeasible if `folder` cannot hold it, UnsupportedKernel off the CPU or where vLLM repacked a weight.
+        Raises MemoryInfeasible if `folder` cannot hold it, UnsupportedKernel off the CPU or where vLLM repacked a
+        weight.
         """
         state = self.__dict__.setdefault("_epilora_export", {})
         if state:
             return state["manifest"]
-        if self.device.type != "cpu":  # type: ignore[attr-defined]
+        device = self.device  # type: ignore[attr-defined]
+        if device.type != "cpu":
             raise UnsupportedKernel(
-                f"export_weights: parameters on {self.device}; only the CPU's shared memory is exported so far"
-            )  # type: ignore[attr-defined]
+                f"export_weights: parameters on {device}; only the CPU's shared memory is exported so far"
+            )
         listed = list(self._epilora_parameters())
         for name, parameter, _, _ in listed:
             if not parameter.numel():
@@ -98,7 +103,7 @@ class WorkerExtension:
         shared_file = SharedFile(path, [shared for _, _, shared, _ in listed])
         for (_, parameter, _, transposed), view in zip(listed, shared_file.views, strict=True):
             parameter.data = view.t() if transposed else view
-        slices = {entry["engine"]: [] for entry in self.epilora_linear_modules()}
+        slices: dict[str, list[tuple[str, int]]] = {row["engine"]: [] for row in self.epilora_linear_modules()}
         for entry in self.epilora_linear_modules():
             slices[entry["engine"]].append((entry["name"].rsplit(".", 1)[-1], entry["out_features"]))
         index_of = {name: index for index, (name, *_) in enumerate(listed)}
@@ -145,8 +150,9 @@ class WorkerExtension:
     def epilora_linear_modules(self) -> list[dict[str, Any]]:
         """Linear modules of the base by checkpoint name.
 
-        Each: name, engine (the layer that holds it), slice (its place there), out_features, in_features, adaptable (whether
-        an adapter may target it here). A packed layer whose parts cannot be told apart is listed under its own name.
+        Each: name, engine (the layer that holds it), slice (its place there), out_features, in_features, adaptable
+        (whether an adapter may target it here). A packed layer whose parts cannot be told apart is listed under its own
+        name.
         """
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.utils import get_packed_modules_mapping
@@ -224,8 +230,8 @@ class WorkerExtension:
     ) -> dict[str, Any]:
         """Load an adapter from memory under `int_id` and put it into a slot.
 
-        name: for messages. config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not written
-        to). Returns slot, readback_digest, expected_digest, modules, base_modules, load_ms.
+        name: for messages. config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not
+        written to). Returns slot, readback_digest, expected_digest, modules, base_modules, load_ms.
         Raises AdapterRejected; nothing is loaded then.
         """
         from vllm.lora.lora_model import LoRAModel
@@ -323,7 +329,8 @@ class WorkerExtension:
         runner.execute_model = execute_model
 
     def epilora_stats(self) -> dict[str, Any]:
-        """steps, mixed_steps, tenant_rows, rollout_rows (rows: sequences times steps) and paths (calls per dispatch path).
+        """steps, mixed_steps, tenant_rows, rollout_rows (rows: sequences times steps) and paths (calls per dispatch
+        path).
 
         A request's kind is what its id begins with: `tenant-` or `rollout-`.
         """
@@ -334,8 +341,8 @@ class WorkerExtension:
     def epilora_drop_kv(self, keep_fraction: float) -> int:
         """Give the pages of the KV cache past `keep_fraction` of each tensor back to the system; returns their bytes.
 
-        Only with no live cache content (the caller resets the prefix cache and preempts what runs). CPU: the addresses stay
-        valid and pages come back, zeroed, when they are written again; the cache's capacity does not shrink.
+        Only with no live cache content (the caller resets the prefix cache and preempts what runs). CPU: the addresses
+        stay valid and pages come back, zeroed, when they are written again; the cache's capacity does not shrink.
         Raises UnsupportedKernel off the CPU.
         """
         if self.device.type != "cpu":  # type: ignore[attr-defined]

@@ -167,7 +167,7 @@ def test_a_plain_base_runs_too(new_engine):
     model = engine._engine.collective_rpc("_epilora_model")[0]
     repacked = not model.get_submodule("model.layers.0.self_attn.qkv_proj").base_layer.weight.numel()
     if repacked:  # vLLM's choice for this CPU: bytes nobody else can read are not exported as if they could be
-        with pytest.raises(UnsupportedKernel, match="qkv_proj.weight is empty"):
+        with pytest.raises(UnsupportedKernel, match=r"qkv_proj\.weight is empty"):
             run(engine.export_weights())
     else:
         (manifest,) = run(engine.export_weights())

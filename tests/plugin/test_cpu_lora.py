@@ -15,7 +15,7 @@ def buffers(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, tuple[tor
     return a_LSK, tuple(torch.randn(L, 1, n, R, generator=generator).to(dtype) for n in WIDTHS)
 
 
-def one_by_one(y, x, a_LSK, b_slices, mapping, ranks):
+def one_by_one(y, x, a_LSK, b_slices, *, mapping, ranks):
     out = y.clone()
     for row, slot in enumerate(mapping):
         column = 0
@@ -48,10 +48,10 @@ def test_add_lora_equals_rows_one_by_one(name, padding, dtype):
     ranks = [[R, R, 2], [R, R, R], [0, R, R]]  # slot 0 has nothing for the last slice, slot 2 a smaller first one
     x = torch.randn(len(mapping) + padding, K, generator=torch.Generator().manual_seed(1)).to(dtype)
     y = torch.randn(len(mapping) + padding, sum(WIDTHS), generator=torch.Generator().manual_seed(2))
-    want = one_by_one(y, x, a_LSK, b_slices, mapping, ranks)
+    want = one_by_one(y, x, a_LSK, b_slices, mapping=mapping, ranks=ranks)
     got = y.clone()
     rows = group_rows(torch.tensor(mapping, dtype=torch.long))
-    add_lora(got, x, a_LSK, b_slices, rows, ranks)
+    add_lora(got, x, a_LSK, b_slices, rows=rows, ranks=ranks)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     untouched = [i for i in range(len(got)) if i >= len(mapping) or mapping[i] < 0]
     assert torch.equal(got[untouched], y[untouched])
@@ -72,7 +72,7 @@ def test_one_slice_reads_its_used_rank_only():
     b[:, :, :, :2] = 1.0
     a_LSK[:, 2:] = float("nan")  # never read
     y = torch.zeros(2, 5)
-    add_lora(y, torch.ones(2, K), a_LSK, (b,), group_rows(torch.tensor([0, 0])), [[2]])
+    add_lora(y, torch.ones(2, K), a_LSK, (b,), rows=group_rows(torch.tensor([0, 0])), ranks=[[2]])
     torch.testing.assert_close(y, a_LSK[0, :2].sum().expand(2, 5), rtol=1e-5, atol=1e-5)
 
 

@@ -31,7 +31,9 @@ def module_names(targets: tuple[str, ...] = tuple(SHAPES)) -> list[str]:
 
 
 def make_model(folder: pathlib.Path, *, tie: bool = True, seed: int = 0) -> pathlib.Path:
-    """Write config, random fp32 weights (wide enough that quantising them shows) and tokenizer. No model code is imported."""
+    """Write config, random fp32 weights (wide enough that quantising them shows) and tokenizer. No model code is
+    imported.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
 

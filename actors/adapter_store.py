@@ -39,6 +39,9 @@ class AdapterStoreActor:
         """The store's folder."""
         return str(self._store.root.resolve())
 
+    def identity(self) -> tuple[str, str]:
+        return self._store.identity()
+
     def pid(self) -> int:
         return os.getpid()
 

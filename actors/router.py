@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from actors.routing import EngineView, choose_engine
 from epilora.serving.core import CoreConfig, EngineGone, EngineLoad, EventStream, Reply, Request, ServingCore, Timeouts
 from epilora.serving.tenants import TenantConfig, TenantFile, TenantRegistry, tenant_from_dict
+from epilora.store import AdapterStore
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
 
 NAMESPACE = "epilora"
@@ -105,9 +106,22 @@ class RayEngine(ActorPort):
 
 
 class RayStore(ActorPort):
-    """`epilora.serving.core.StorePort` over the store actor."""
+    """`epilora.serving.core.StorePort` over the store actor.
+
+    Where the store's folder is on this machine, names are resolved by reading its database directly: 0.1 ms instead of an
+    actor call, and as current as the last committed change. Everything else, and every write, goes through the actor.
+    """
+
+    _reader: AdapterStore | None = None
+    _looked = False
 
     async def resolve(self, ref: str, tenant: str | None) -> AdapterVersion:
+        if not self._looked:
+            root, store_id = await self.ask("identity")
+            self._reader, self._looked = AdapterStore.open_same(root, store_id), True
+            logger.info("names are resolved %s", "from the store's folder" if self._reader else "by the store actor")
+        if self._reader is not None:
+            return self._reader.resolve(ref, tenant=tenant)
         return await self.ask("resolve", ref, tenant=tenant)
 
     async def names(self, tenant: str | None) -> list[str]:

@@ -8,7 +8,7 @@ pins       digest x holder: content that gc must keep
 owners     tenants that own names ("" owns the shared ones)
 probes     what a loaded version was measured to do (log-probabilities of a fixed prompt, drift on another precision)
 audit      one row per change, written in the same transaction as the change
-meta       schema_version
+meta       schema_version, store_id (random, made once)
 
 WAL with synchronous=FULL: a committed transaction survives a crash of process or machine.
 """
@@ -85,6 +85,7 @@ def ensure_schema(connection: sqlite3.Connection, path: Path) -> None:
                     connection.execute(statement)
             connection.execute("INSERT INTO meta VALUES('schema_version', ?)", (str(SCHEMA_VERSION),))
             connection.execute("INSERT INTO owners VALUES('', strftime('%s','now'))")
+        connection.execute("INSERT OR IGNORE INTO meta VALUES('store_id', lower(hex(randomblob(16))))")
         found = int(connection.execute("SELECT value FROM meta WHERE key='schema_version'").fetchone()[0])
         if found > SCHEMA_VERSION:
             raise RuntimeError(

@@ -113,6 +113,17 @@ class AdapterStore:
         self._hits = self._reads = 0
         ensure_schema(self._db(), self.root / "store.sqlite")
 
+    @classmethod
+    def open_same(cls, root: str | Path, store_id: str) -> AdapterStore | None:
+        """The store at `root` for reading beside its owner, or None if `root` is not here or is another store."""
+        if not (Path(root) / "store.sqlite").exists():
+            return None
+        store = cls(root, host_cache_bytes=0)
+        if store.identity()[1] == store_id:
+            return store
+        store.close()
+        return None
+
     # --- connections and transactions -------------------------------------------------------------------------------
 
     def _db(self) -> sqlite3.Connection:
@@ -613,6 +624,11 @@ class AdapterStore:
     def change_count(self) -> int:
         """Grows with every change by any process: the id of the last audit row."""
         return int(self._db().execute("SELECT COALESCE(MAX(id),0) FROM audit").fetchone()[0])
+
+    def identity(self) -> tuple[str, str]:
+        """(absolute folder, random id made with the store): tells whether a folder elsewhere is this very store."""
+        found = self._db().execute("SELECT value FROM meta WHERE key='store_id'").fetchone()
+        return str(self.root.resolve()), str(found[0])
 
     def stats(self) -> StoreStats:
         db = self._db()

@@ -279,6 +279,22 @@ def test_newer_schema_is_refused(tmp_path: Path) -> None:
         AdapterStore(tmp_path)
 
 
+def test_a_second_reader_knows_whether_it_is_the_same_store(store: AdapterStore, tmp_path: Path) -> None:
+    root, store_id = store.identity()
+    reader = AdapterStore.open_same(root, store_id)
+    assert reader is not None
+    version = store.publish("a", SPEC, tensors(1), **BASE_OF)
+    assert reader.resolve("a") == version
+    store.publish("a", SPEC, tensors(2), **BASE_OF)
+    store.promote("a", 1)
+    assert reader.resolve("a") == version
+    other = AdapterStore(tmp_path / "other")
+    assert AdapterStore.open_same(other.root, store_id) is None
+    assert AdapterStore.open_same(tmp_path / "none", store_id) is None
+    assert not (tmp_path / "none").exists()
+    assert AdapterStore(root).identity() == (root, store_id)
+
+
 def test_connections_are_durable_by_setting(store: AdapterStore) -> None:
     assert store._db().execute("PRAGMA journal_mode").fetchone()[0] == "wal"
     assert store._db().execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL

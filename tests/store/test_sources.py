@@ -14,7 +14,7 @@ from safetensors.numpy import save
 
 from epilora.errors import AdapterRejected
 from epilora.store import AdapterStore, adapter_digest
-from epilora.store.sources import resolve_source, read_peft
+from epilora.store.sources import read_peft, resolve_source
 from tests.store.adapters_for_tests import BASE, SPEC, config, tensors
 
 

@@ -23,7 +23,7 @@ from .batch import Layout, MicroBatch, TokenPair, layout_of, micro_batches
 from .checkpoint import load_session_state, session_state
 from .linear import LoraPair
 from .logprob import selected_logprobs
-from .memory import PeakMeter, anonymous_bytes, mapping_bytes, private_bytes
+from .memory import PeakMeter, anonymous_bytes, give_back_large_blocks, mapping_bytes, private_bytes
 from .model import BaseModel, build_model
 from .session import Session
 
@@ -43,7 +43,8 @@ class LoraTrainer:
         """dtype: of activations, "float32", "bfloat16" or "float16"; parameters and optimizer are fp32 always.
 
         micro_batch_tokens: padded tokens of one forward and backward pass. logprob_chunk: most tokens whose logits
-        exist at once. checkpoint_activations: recompute each layer in the backward pass.
+        exist at once. checkpoint_activations: recompute each layer in the backward pass, and have malloc give large
+        blocks back at once (for the whole process): for models whose activations do not fit; slower by about a third.
         """
         if dtype not in DTYPES:
             raise ValueError(f"trainer dtype={dtype!r}; allowed: {sorted(DTYPES)}")
@@ -57,6 +58,8 @@ class LoraTrainer:
         self._model: BaseModel | None = None
         self._sessions: dict[str, Session] = {}
         self._meter = PeakMeter()
+        if checkpoint_activations:
+            give_back_large_blocks()
 
     # ---- base and sessions ----------------------------------------------------------------------------------------
 
@@ -76,8 +79,7 @@ class LoraTrainer:
             ):
                 raise BaseMismatch(
                     f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this "
-                    f"one is "
-                    f"{base.manifest.base_digest[:16]}; close them first"
+                    f"one is {base.manifest.base_digest[:16]}; close them first"
                 )
             self._model = build_model(base, self._dtype, checkpoint_activations=self._checkpoint_activations)
             self._base = base

@@ -731,6 +731,7 @@ class ServingCore:
         while True:
             if isinstance(item, Exception):
                 logger.warning("stream %s broke: %s: %s", job.identity.id, type(item).__name__, item)
+                self.metrics.broken(job.tenant.name, job.adapter_name)
                 yield wire.sse(_api_error(item).body())
                 return
             if item is None:

@@ -22,6 +22,9 @@ class ServingMetrics:
         self.registry = CollectorRegistry()
         by = ["tenant", "adapter"]
         self._requests = Counter("epilora_requests", "Requests by outcome", [*by, "status"], registry=self.registry)
+        self._broken = Counter(
+            "epilora_broken_streams", "Streams that ended with an error event", by, registry=self.registry
+        )
         self._tokens = Counter("epilora_tokens", "Tokens", [*by, "kind"], registry=self.registry)
         self._ttft = Histogram(
             "epilora_ttft_seconds", "Time to first token", by, buckets=_SECONDS, registry=self.registry
@@ -62,6 +65,9 @@ class ServingMetrics:
 
     def finished(self, tenant: str, adapter: str, status: int) -> None:
         self._requests.labels(*self.labels(tenant, adapter), str(status)).inc()
+
+    def broken(self, tenant: str, adapter: str) -> None:
+        self._broken.labels(*self.labels(tenant, adapter)).inc()
 
     def tokens(self, tenant: str, adapter: str, prompt: int, completion: int) -> None:
         labels = self.labels(tenant, adapter)

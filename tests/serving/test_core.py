@@ -148,6 +148,8 @@ def test_a_stream_that_stalls_ends_with_an_error_event(tmp_path: Path) -> None:
         seen = await events(await parts.complete(stream=True))
         assert seen[0]["choices"][0]["text"] == "base:0 "
         assert seen[-1]["error"]["code"] == "timeout"
+        broken = 'epilora_broken_streams_total{adapter="base",tenant="acme"} 1.0'
+        assert broken in parts.core.metrics.render().decode()
         await asyncio.sleep(0.01)
         assert len(parts.engines[0].aborted) == 1
         assert parts.core._running == 0

@@ -217,6 +217,24 @@ def test_a_version_put_out_of_its_slot_is_loaded_again(stream: bool, tmp_path: P
     run(scenario())
 
 
+def test_one_load_serves_all_who_wait_even_if_the_first_leaves(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = PlainFakeEngine()
+        engine.load_s = 0.1
+        parts = Parts(tmp_path, engines=[engine])
+        version = parts.publish("tone", 1)
+        tasks = [asyncio.create_task(parts.complete(model="tone")) for _ in range(8)]
+        await asyncio.sleep(0.03)
+        tasks[0].cancel()
+        replies = await asyncio.gather(*tasks[1:])
+        assert {reply.headers["x-epilora-digest"] for reply in replies} == {version.digest}
+        assert engine.loads == [version.digest]
+        assert tasks[0].cancelled()
+        assert parts.core._running == 0
+
+    run(scenario())
+
+
 def test_cancelling_a_request_aborts_it_and_frees_its_place(tmp_path: Path) -> None:
     async def scenario() -> None:
         parts = Parts(tmp_path, engines=[PlainFakeEngine(token_s=0.05)])

@@ -129,8 +129,8 @@ class System:
     async def _start(self, request: BaseRequest) -> None:
         timeout = self.config.ready_timeout_s
         self._pool = RemotePart(get_or_create_pool(str(Path(self.config.store.root).resolve())))
-        store_root = Path(await asyncio.wait_for(self._pool.ready(), timeout))
         starting = asyncio.create_task(self._pool.ensure(request, self.config.name, timeout))
+        store_root = Path(await asyncio.wait_for(self._pool.ready(), timeout))
         if self._with_router:
             await asyncio.to_thread(self._start_router, store_root)
         self.info = await starting

@@ -1,6 +1,6 @@
 """Kernels for large batches: the hybrid LoRA path, W8A16 against Marlin, the training GEMMs against bf16 cuBLAS.
 
-    python -m benchmarks.kernels.large --out OUT.json [--parts check,w8a16,training,hybrid] [--seconds 500]
+    python -m benchmarks.kernels.large --out OUT.json [--parts check,stress,w8a16,training,hybrid] [--seconds 500]
     python -m benchmarks.kernels.large --merge OUT.json        # append those rows to results/kernels_h200.json
 
 One Qwen3-8B decoder layer's four projections, a chain of eight layers with weights of their own, one CUDA graph a
@@ -19,7 +19,7 @@ Tokens: up to 512 they alternate between adapters (decode rows); above, each ada
 
 from __future__ import annotations
 
-# ruff: noqa: B023, PLR0917 (closures run before the loop moves on; vLLM's signatures are positional)
+# ruff: noqa: B023 (closures run before the loop moves on; vLLM's signatures are positional)
 import argparse
 import concurrent.futures
 import concurrent.futures.process
@@ -28,15 +28,17 @@ import json
 import multiprocessing
 import os
 import pathlib
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from epilora.kernels import training
 from epilora.kernels.dispatch import calls, reset_calls
 from epilora.kernels.lora_expand import (
     ExpandConfig,
@@ -69,39 +71,61 @@ from .summary import adapter_case, summarise
 
 RESULTS = pathlib.Path(__file__).parent.parent / "results" / "kernels_h200.json"
 RANK, LAYERS = 64, harness.CHAIN_LAYERS
-# (tokens, adapters): the issue's batches, the ones its summary names first
-CELLS = ((512, 32), (2048, 32), (64, 32), (8192, 32), (2048, 4), (8192, 4), (256, 32))
-SLOTS = 32
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One hybrid case: tokens, distinct adapters, their rank, the model whose layer it is. Up to 8 adapters sit in 8 slots."""
+
+    M: int
+    adapters: int
+    rank: int = RANK
+    model: str = "qwen3-8b"
+
+    @property
+    def slots(self) -> int:
+        return 8 if self.adapters <= 8 else self.adapters
+
+    @property
+    def layer(self) -> tuple[shapes.Projection, ...]:
+        return shapes.MODELS[self.model]
+
+
+# The batches the summary names first; then ranks and models without a bar.
+CELLS = (
+    *(Cell(M, a) for M, a in ((512, 32), (2048, 32), (64, 32), (8192, 32), (2048, 4), (8192, 4), (256, 32), (128, 32))),
+    *(Cell(512, 32, rank) for rank in (16, 128)),
+    *(Cell(M, 32, RANK, "qwen3.5-9b") for M in (512, 2048)),
+)
 DEV = "cuda"
 
-SHRINK_SMALL = tuple(
-    [ShrinkConfig(16, 64, 128, s, 4, 4) for s in (2, 4, 8)]
-    + [ShrinkConfig(16, 64, 256, s, 4, 3) for s in (4, 8)]
-    + [ShrinkConfig(32, 64, 128, s, 4, 4) for s in (2, 4)]
+SHRINK_SMALL = (
+    ShrinkConfig(16, 64, 128, 2, 4, 4),
+    ShrinkConfig(16, 64, 128, 4, 4, 4),
+    ShrinkConfig(16, 64, 256, 4, 4, 3),
+    ShrinkConfig(32, 64, 128, 2, 4, 4),
+    ShrinkConfig(32, 64, 128, 4, 4, 4),
 )
 SHRINK_LARGE = (
     ShrinkConfig(64, 64, 64, 1, 4, 4),
     ShrinkConfig(64, 64, 64, 2, 4, 4),
     ShrinkConfig(64, 64, 128, 1, 4, 3),
-    ShrinkConfig(128, 64, 64, 1, 8, 3),
     ShrinkConfig(32, 64, 128, 2, 4, 4),
 )
 EXPAND_SMALL = (
-    ExpandConfig(16, 128, 1, 4),
-    ExpandConfig(16, 64, 1, 2),
-    ExpandConfig(16, 128, 2, 4),
     ExpandConfig(16, 128, 4, 4),
+    ExpandConfig(16, 128, 2, 4),
+    ExpandConfig(16, 128, 8, 4),
     ExpandConfig(16, 256, 1, 4),
-    ExpandConfig(32, 128, 1, 4),
-    ExpandConfig(32, 256, 1, 8),
+    ExpandConfig(16, 256, 2, 4),
+    ExpandConfig(32, 128, 4, 4),
 )
 EXPAND_LARGE = (
-    ExpandConfig(64, 128, 1, 4),
-    ExpandConfig(64, 256, 1, 8),
-    ExpandConfig(128, 128, 1, 8),
     ExpandConfig(64, 128, 2, 4),
-    ExpandConfig(32, 128, 1, 4),
-    ExpandConfig(128, 256, 1, 8),
+    ExpandConfig(64, 128, 1, 4),
+    ExpandConfig(64, 128, 4, 4),
+    ExpandConfig(64, 256, 1, 8),
+    ExpandConfig(64, 64, 4, 4),
 )
 ORDERS = ("fused", "serial", "two_streams")
 
@@ -116,53 +140,65 @@ def vllm_config(
 
 VLLM_SHRINK_SMALL = tuple(
     vllm_config(*c)
-    for c in [
+    for c in (
         (16, 64, 256, 8),
         (16, 64, 128, 8, 4, 4),
         (16, 64, 128, 4, 4, 4),
         (16, 32, 256, 8),
         (16, 64, 256, 16),
+        (16, 64, 256, 4, 4, 3),
         (32, 64, 128, 4, 4, 3),
+        (32, 64, 256, 8, 8, 3),
         (16, 64, 128, 16, 4, 3),
-    ]
+        (16, 64, 64, 8, 4, 4),
+    )
 )
 VLLM_SHRINK_LARGE = tuple(
     vllm_config(*c)
-    for c in [
+    for c in (
         (64, 64, 64, 1, 4, 4),
         (64, 64, 64, 2, 4, 3),
         (32, 64, 128, 2, 4, 3),
         (128, 64, 64, 1, 8, 3),
         (64, 64, 128, 1, 4, 3),
         (64, 64, 32, 4, 4, 3),
-    ]
+        (128, 64, 64, 2, 8, 3),
+        (128, 64, 32, 4, 4, 4),
+        (64, 64, 64, 8, 4, 3),
+    )
 )
 VLLM_EXPAND_SMALL = tuple(
     vllm_config(*c)
-    for c in [
+    for c in (
         (16, 128, 64),
         (16, 256, 64),
         (16, 64, 64),
+        (16, 512, 64, 1, 8),
         (32, 128, 64),
         (32, 256, 64, 1, 8),
+        (32, 512, 64, 1, 8),
         (64, 128, 64),
+        (64, 256, 64, 1, 8),
         (16, 128, 32),
         (16, 256, 64, 1, 8),
-    ]
+    )
 )
 VLLM_EXPAND_LARGE = tuple(
     vllm_config(*c)
-    for c in [
+    for c in (
         (64, 128, 64),
         (64, 256, 64, 1, 8),
+        (64, 256, 64, 1, 4),
+        (64, 512, 64, 1, 8),
         (128, 128, 64, 1, 8),
+        (128, 128, 64, 1, 4),
         (128, 256, 64, 1, 8),
+        (256, 128, 64, 1, 8),
         (64, 64, 64),
-        (32, 128, 64),
-        (64, 128, 32),
-    ]
+        (32, 256, 64, 1, 8),
+        (128, 64, 64),
+    )
 )
-
 W8A16_EIGHT = tuple(  # up to 8 tokens: the narrowest MMA, mma.sync
     [W8A16Config(8, 64, 256, True, s, 1, 4, n) for s in (1, 2, 4) for n in (4, 3)]
     + [W8A16Config(8, 64, 512, True, s, 1, 4, 3) for s in (1, 2)]
@@ -224,15 +260,16 @@ class Hybrid:
         return [Operand(t, Format.BF16) for t in self.b]
 
 
-def hybrid_layers(M: int, num_layers: int) -> list[dict[str, Hybrid]]:
-    """`num_layers` layers of the four projections; every one has weights and adapters of its own."""
+def hybrid_layers(cell: Cell, num_layers: int) -> list[dict[str, Hybrid]]:
+    """`num_layers` layers of the model's projections; every one has weights and adapters of its own."""
 
     def one(p: shapes.Projection) -> Hybrid:
-        a = [torch.randn(SLOTS, RANK, p.K, device=DEV, dtype=torch.bfloat16) * 0.02 for _ in p.slices]
-        b = [torch.randn(SLOTS, n, RANK, device=DEV, dtype=torch.bfloat16) * 0.02 for n in p.slices]
-        return Hybrid(p, fp8_weight(p.N, p.K), a, b, torch.randn(M, p.K, device=DEV, dtype=torch.bfloat16))
+        like = {"device": DEV, "dtype": torch.bfloat16}
+        a = [torch.randn(cell.slots, cell.rank, p.K, **like) * 0.02 for _ in p.slices]
+        b = [torch.randn(cell.slots, n, cell.rank, **like) * 0.02 for n in p.slices]
+        return Hybrid(p, fp8_weight(p.N, p.K), a, b, torch.randn(cell.M, p.K, **like))
 
-    return [{p.name: one(p) for p in shapes.LAYER} for _ in range(num_layers)]
+    return [{p.name: one(p) for p in cell.layer} for _ in range(num_layers)]
 
 
 def token_slots(M: int, adapters: int) -> torch.Tensor:
@@ -274,9 +311,9 @@ class VllmLora:
 
         return look
 
-    def set_batch(self, slots: torch.Tensor) -> TokenGroups:
+    def set_batch(self, slots: torch.Tensor, num_slots: int) -> TokenGroups:
         """Prepare vLLM's metadata for this batch; returns our view of the same arrays."""
-        self.meta = self.Meta.make(SLOTS, slots.numel(), DEV)
+        self.meta = self.Meta.make(num_slots, slots.numel(), DEV)
         self.meta.prepare_tensors(slots)
         self.args = self.meta.meta_args(slots.numel(), False)
         m = self.meta
@@ -294,7 +331,7 @@ class VllmLora:
         return self.gemm(p, *self.quantise(p.x))
 
     def lora(self, p: Hybrid, y: torch.Tensor, add: bool) -> torch.Tensor:
-        h = torch.empty(len(p.a), p.x.shape[0], RANK, dtype=torch.float32, device=DEV)
+        h = torch.empty(len(p.a), p.x.shape[0], p.a[0].shape[1], dtype=torch.float32, device=DEV)
         self.shrink(p.x, [t.unsqueeze(1) for t in p.a], h, *self.args, 1.0)
         self.expand(h, [t.unsqueeze(1) for t in p.b], y, *self.args, offset_start=0, add_inputs=add)
         return y
@@ -362,6 +399,18 @@ def is_small(M: int) -> bool:
     return M <= 512
 
 
+def candidates_for(small: bool, rank: int) -> tuple[list[ShrinkConfig], list[ExpandConfig]]:
+    """Our launch configurations to search, as the rank allows."""
+    block_r = min(64, max(16, rank))
+    shrinks = [replace(c, block_r=block_r) for c in (SHRINK_SMALL if small else SHRINK_LARGE)]
+    return shrinks, [c for c in (EXPAND_SMALL if small else EXPAND_LARGE) if is_legal_expand(c, rank)]
+
+
+def vllm_candidates_for(small: bool) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
+    """vLLM's launch configurations to search."""
+    return (VLLM_SHRINK_SMALL, VLLM_EXPAND_SMALL) if small else (VLLM_SHRINK_LARGE, VLLM_EXPAND_LARGE)
+
+
 # ---- compile ahead, in parallel --------------------------------------------------------------------------------------
 
 
@@ -371,13 +420,12 @@ def _warm(job: tuple[str, Any]) -> str:
     try:
         torch.manual_seed(0)
         if kind in ("shrink", "expand"):
-            config, p, quant, split = payload
+            config, p, quant, split, rank = payload
             M = 64
-            groups = group_tokens(token_slots(M, 4), SLOTS)
+            groups = group_tokens(token_slots(M, 4), 32)
             if kind == "shrink":
                 a = [
-                    Operand(torch.zeros(SLOTS, RANK, p.K, device=DEV, dtype=torch.bfloat16), Format.BF16)
-                    for _ in p.slices
+                    Operand(torch.zeros(32, rank, p.K, device=DEV, dtype=torch.bfloat16), Format.BF16) for _ in p.slices
                 ]
                 x = torch.zeros(M, p.K, device=DEV, dtype=torch.bfloat16)
                 to = (
@@ -387,12 +435,9 @@ def _warm(job: tuple[str, Any]) -> str:
                 )
                 lora_shrink_grouped(x, a, groups, config=config, quantize_to=to)
             else:
-                b = [
-                    Operand(torch.zeros(SLOTS, n, RANK, device=DEV, dtype=torch.bfloat16), Format.BF16)
-                    for n in p.slices
-                ]
+                b = [Operand(torch.zeros(32, n, rank, device=DEV, dtype=torch.bfloat16), Format.BF16) for n in p.slices]
                 h = torch.zeros(
-                    split, M, len(p.slices), RANK, device=DEV, dtype=torch.bfloat16 if split == 1 else torch.float32
+                    split, M, len(p.slices), rank, device=DEV, dtype=torch.bfloat16 if split == 1 else torch.float32
                 )
                 y = torch.zeros(M, p.N, device=DEV, dtype=torch.bfloat16)
                 lora_expand_add(y, h, b, groups, config=config, use_pdl=quant)
@@ -424,14 +469,13 @@ def _warm(job: tuple[str, Any]) -> str:
             global _vllm
             if _vllm is None:
                 _vllm = VllmLora()
-            shrink, expand, p = payload
-            slots = token_slots(64, 4)
-            _vllm.set_batch(slots)
+            shrink, expand, p, rank = payload
+            _vllm.set_batch(token_slots(64, 4), 32)
             one = Hybrid(
                 p,
                 fp8_weight(16, 16),
-                [torch.zeros(SLOTS, RANK, p.K, device=DEV, dtype=torch.bfloat16) for _ in p.slices],
-                [torch.zeros(SLOTS, n, RANK, device=DEV, dtype=torch.bfloat16) for n in p.slices],
+                [torch.zeros(32, rank, p.K, device=DEV, dtype=torch.bfloat16) for _ in p.slices],
+                [torch.zeros(32, n, rank, device=DEV, dtype=torch.bfloat16) for n in p.slices],
                 torch.zeros(64, p.K, device=DEV, dtype=torch.bfloat16),
             )
             tables = {("shrink", p.K, len(p.slices)): shrink, ("expand", max(p.slices), len(p.slices)): expand}
@@ -449,42 +493,29 @@ def _warm(job: tuple[str, Any]) -> str:
 _vllm: VllmLora | None = None
 
 
-def compile_jobs(parts: Sequence[str]) -> list[tuple[str, Any]]:
+def compile_jobs(parts: Sequence[str], cells: Sequence[Cell]) -> list[tuple[str, Any]]:
     """Everything the parts will launch, each once; slices decide the binary, so one projection stands for its kind."""
     by_slices = {len(p.slices): p for p in shapes.LAYER if p.name != "down"}
-    down = next(p for p in shapes.LAYER if p.name == "down")
+    one = by_slices[1]
     jobs: list[tuple[str, Any]] = []
     if "training" in parts:
         jobs += [("forward", (c, p)) for c in TRAIN_FORWARD for p in by_slices.values() if is_legal_w8a16(c, p.N, p.K)]
         jobs += [("dx", (c, p)) for c in TRAIN_DX for p in by_slices.values() if is_legal_dx(c, p.N, p.K)]
     if "w8a16" in parts:
-        jobs += [
-            ("w8a16", (c, by_slices[1]))
-            for c in dict.fromkeys(W8A16_EIGHT + W8A16_SIXTEEN)
-            if is_legal_w8a16(c, by_slices[1].N, by_slices[1].K)
-        ]
-    if "hybrid" in parts:
-        for p in by_slices.values():
-            for configs, expands in ((SHRINK_SMALL, EXPAND_SMALL), (SHRINK_LARGE, EXPAND_LARGE)):
-                jobs += [("shrink", (c, p, q, 0)) for c in configs for q in (True, False)]
-                splits = sorted({c.split_k for c in configs})
-                jobs += [("expand", (e, p, q, s)) for e in expands for s in splits for q in (True, False)]
-        jobs += [
-            ("shrink", (c, down, q, 0))
-            for c in SHRINK_SMALL + SHRINK_LARGE
-            for q in (True, False)
-            if down.K % (c.block_k * c.split_k)
-        ]
-    return jobs
-
-
-def vllm_jobs() -> list[tuple[str, Any]]:
-    by_slices = {len(p.slices): p for p in shapes.LAYER}
-    jobs: list[tuple[str, Any]] = []
-    for p in by_slices.values():
-        for shrinks, expands in ((VLLM_SHRINK_SMALL, VLLM_EXPAND_SMALL), (VLLM_SHRINK_LARGE, VLLM_EXPAND_LARGE)):
-            most = max(len(shrinks), len(expands))
-            jobs += [("vllm", (shrinks[i % len(shrinks)], expands[i % len(expands)], p)) for i in range(most)]
+        candidates = dict.fromkeys(W8A16_EIGHT + W8A16_SIXTEEN)
+        jobs += [("w8a16", (c, one)) for c in candidates if is_legal_w8a16(c, one.N, one.K)]
+    if "hybrid" not in parts:
+        return jobs
+    for small, rank, slices in sorted({(is_small(c.M), c.rank, len(p.slices)) for c in cells for p in c.layer}):
+        p = next(q for model in shapes.MODELS.values() for q in model if len(q.slices) == slices and q.K % 1024 == 0)
+        shrinks, expands = candidates_for(small, rank)
+        # Searched with two streams: neither quantisation in the shrink nor dependent launches; the rest compiles when it is met.
+        jobs += [("shrink", (c, p, False, 0, rank)) for c in shrinks]
+        splits = sorted({c.split_k for c in shrinks})
+        jobs += [("expand", (e, p, False, k, rank)) for e in expands for k in splits]
+        v_shrinks, v_expands = vllm_candidates_for(small)
+        most = max(len(v_shrinks), len(v_expands))
+        jobs += [("vllm", (v_shrinks[i % len(v_shrinks)], v_expands[i % len(v_expands)], p, rank)) for i in range(most)]
     return jobs
 
 
@@ -540,6 +571,36 @@ def fastest(
     return best, best_us, failures
 
 
+def time_shuffled(
+    variants: dict[str, Callable[[Any], object]], layers: Sequence[Any], replays: int
+) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
+    """Samples (us a layer) and kernel calls of a captured chain, per variant. Every round replays them in another order.
+
+    The GPU slows down under matrix work and recovers beside lighter work, so a fixed order would favour whoever follows it.
+    """
+    graphs, paths = {}, {}
+    for name, fn in variants.items():
+        fn(layers[0])
+        reset_calls()
+        graphs[name] = harness.capture(fn, layers, warmups=0)
+        paths[name] = calls() or {"vendor": len(layers)}
+    order = random.Random(0)
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    harness.warm_up(0.5)
+    for index in range(replays + 2):
+        names = list(graphs)
+        order.shuffle(names)
+        for name in names:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graphs[name].replay()
+            end.record()
+            torch.cuda.synchronize()
+            if index >= 2:
+                samples[name].append(start.elapsed_time(end) * 1e3 / len(layers))
+    return samples, paths
+
+
 def settled(samples: dict[str, list[float]]) -> dict[str, float]:
     return {name: round(statistics.median(values), 1) for name, values in samples.items()}
 
@@ -547,21 +608,28 @@ def settled(samples: dict[str, list[float]]) -> dict[str, float]:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def check_kernels(results: harness.Results) -> None:
+# tokens, K, widths, rank, adapters
+CHECKED = (
+    (77, 1024, (256, 128, 128), 64, 5),
+    (300, 4096, (512, 256), 16, 32),
+    (1000, 2048, (512,), 128, 3),
+    (33, 576, (576, 192, 192), 8, 2),
+)
+
+
+def check_kernels(
+    results: harness.Results, shapes_checked: Sequence[tuple[int, int, tuple[int, ...], int, int]]
+) -> None:
     """Every kernel against fp32 on this GPU, before any timing; prints and keeps the errors. Raises when one is off."""
     torch.manual_seed(1)
+    reset_calls()
     errors: dict[str, float] = {}
-    for M, K, widths, R, adapters in (
-        (77, 1024, (256, 128, 128), 64, 5),
-        (300, 4096, (512, 256), 16, 32),
-        (1000, 2048, (512,), 128, 3),
-        (33, 576, (576, 192, 192), 8, 2),
-    ):
+    for M, K, widths, R, adapters in shapes_checked:
         slots = torch.randint(-1, adapters, (M,), device=DEV, dtype=torch.int32)
-        groups = group_tokens(slots, SLOTS)
+        groups = group_tokens(slots, 32)
         x = torch.randn(M, K, device=DEV, dtype=torch.bfloat16)
-        a = [Operand(torch.randn(SLOTS, R, K, device=DEV, dtype=torch.bfloat16) * 0.02, Format.BF16) for _ in widths]
-        b = [Operand(torch.randn(SLOTS, n, R, device=DEV, dtype=torch.bfloat16) * 0.02, Format.BF16) for n in widths]
+        a = [Operand(torch.randn(32, R, K, device=DEV, dtype=torch.bfloat16) * 0.02, Format.BF16) for _ in widths]
+        b = [Operand(torch.randn(32, n, R, device=DEV, dtype=torch.bfloat16) * 0.02, Format.BF16) for n in widths]
         y0 = torch.randn(M, sum(widths), device=DEV, dtype=torch.bfloat16)
         h_ref = lora_shrink_grouped_ref(x, a, groups)
         live = slots >= 0
@@ -607,6 +675,7 @@ def check_kernels(results: harness.Results) -> None:
         unit="rms_error",
         worst=worst,
         errors={k: float(f"{v:.2e}") for k, v in errors.items()},
+        calls_per_path=calls(),
     )
     bad = {k: v for k, v in errors.items() if not v < 8e-3}
     print(f"check: {len(errors)} comparisons, worst {worst} {errors[worst]:.2e}; off: {bad or 'none'}", flush=True)
@@ -614,59 +683,143 @@ def check_kernels(results: harness.Results) -> None:
         raise SystemExit(f"kernels are wrong: {bad}")
 
 
-def part_hybrid(results: harness.Results, clock: Clock, cells: Sequence[tuple[int, int]] = CELLS) -> None:
-    """Layer with adapters at many tokens, against vLLM's LoRA path."""
+def search_cell(
+    cell: Cell, vllm: VllmLora, groups: TokenGroups, layers: list[dict[str, Hybrid]], side: torch.cuda.Stream
+) -> tuple[dict[str, Choice], dict[tuple[str, int, int], dict[str, Any]], list[str]]:
+    """Fastest configurations for one cell, ours and vLLM's, per projection; and what failed to run."""
+    shrinks, expands = candidates_for(is_small(cell.M), cell.rank)
+    v_shrinks, v_expands = vllm_candidates_for(is_small(cell.M))
+    choices: dict[str, Choice] = {}
+    tables: dict[tuple[str, int, int], dict[str, Any]] = {}
+    failures: list[str] = []
+    for p in cell.layer:
+        mine = [layer[p.name] for layer in layers]
+
+        def run(one: Hybrid, shrink: ShrinkConfig, expand: ExpandConfig, order: str) -> None:
+            run_hybrid(vllm, one, groups, Choice(shrink, expand, order), side)
+
+        legal = [c for c in shrinks if is_legal_shrink(c, p.K, cell.rank)]
+        shrink, _, bad = fastest(legal, lambda c, one: run(one, c, expands[0], "two_streams"), mine)
+        failures += bad
+        expand, _, bad = fastest(expands, lambda c, one, s=shrink: run(one, s, c, "two_streams"), mine)
+        failures += bad
+        order, _, bad = fastest(ORDERS, lambda o, one, s=shrink, e=expand: run(one, s, e, o), mine)
+        failures += bad
+        choices[p.name] = Choice(shrink, expand, order)
+        s_key, e_key = ("shrink", p.K, len(p.slices)), ("expand", max(p.slices), len(p.slices))
+        tables.setdefault(e_key, v_expands[0])
+
+        def stock(one: Hybrid, key: tuple[str, int, int], config: dict[str, Any]) -> None:
+            with vllm.using(True, tables | {key: config}):
+                vllm.one_stream(one)
+
+        tables[s_key], _, bad = fastest(v_shrinks, lambda c, one, k=s_key: stock(one, k, c), mine)
+        failures += bad
+        tables[e_key], _, bad = fastest(v_expands, lambda c, one, k=e_key: stock(one, k, c), mine)
+        failures += bad
+    return choices, tables, failures
+
+
+def hybrid_errors(
+    cell: Cell, vllm: VllmLora, groups: TokenGroups, layer: dict[str, Hybrid], choices: dict[str, Choice], side: Any
+) -> dict[str, dict[str, Any]]:
+    """RMS error against fp32 of ours and of vLLM's path on the same inputs, and whether 20 runs of ours agree bit for bit."""
+    errors: dict[str, dict[str, Any]] = {}
+    for name in (cell.layer[0].name, "down"):
+        one = layer[name]
+        xq, x_scale = vllm.quantise(one.x)
+        want = (xq.float() @ one.weight.values.float().t()) * x_scale * one.weight.scales
+        want = lora_expand_add_ref(want, lora_shrink_grouped_ref(one.x, one.lora_a, groups), one.lora_b, groups)
+        first = run_hybrid(vllm, one, groups, choices[name], side)
+        errors[name] = {
+            "epilora": harness.rms_error(first, want),
+            "vllm": harness.rms_error(vllm.one_stream(one), want),
+            "same_bits": all(torch.equal(first, run_hybrid(vllm, one, groups, choices[name], side)) for _ in range(20)),
+        }
+    return errors
+
+
+def part_stress(results: harness.Results, rounds: int = 300) -> None:
+    """Order under graphs: captured chains of the dependent launches against runs one launch at a time.
+
+    Before every replay h, y and the GEMM's input change; the groups change in place, as a serving step changes them. The base
+    GEMM is torch's, so that this needs no vLLM. Raises when one replay differs by a bit.
+    """
+    torch.manual_seed(2)
+    M, K, widths, L = 256, 1024, (512, 256, 256), 8
+    a = [Operand(torch.randn(L, RANK, K, device=DEV, dtype=torch.bfloat16) * 0.02, Format.BF16) for _ in widths]
+    b = [Operand(torch.randn(L, n, RANK, device=DEV, dtype=torch.bfloat16) * 0.02, Format.BF16) for n in widths]
+    x = torch.randn(M, K, device=DEV, dtype=torch.bfloat16)
+    w = torch.randn(sum(widths), K, device=DEV, dtype=torch.bfloat16) * 0.02
+    weight = fp8_weight(sum(widths), K)
+    groups = group_tokens(token_slots(M, L), L)
+    h = torch.empty(2, M, len(widths), RANK, dtype=torch.float32, device=DEV)
+    y = torch.empty(M, sum(widths), dtype=torch.bfloat16, device=DEV)
+    z = torch.empty(8, sum(widths), dtype=torch.bfloat16, device=DEV)
+    shrink = ShrinkConfig(16, 64, 128, 2, 4, 4)
+    split = W8A16Config(8, 64, 128, True, 4, 1, 4, 4)
+
+    def chain(pdl: bool) -> None:
+        for _ in range(4):
+            lora_shrink_grouped(x, a, groups, out=h, config=shrink)
+            torch.mm(x, w.t(), out=y)
+            lora_expand_add(y, h, b, groups, use_pdl=pdl)
+            w8a16_gemm(x[:8], weight, out=z, config=split, use_pdl=pdl)
+
+    chain(True)
+    torch.cuda.synchronize()
+    graph = harness.capture(lambda _: chain(True), [None], warmups=1)
+    differ = 0
+    for index in range(rounds):
+        slots = (
+            torch.randint(-1, L, (M,), device=DEV, dtype=torch.int32) if index % 7 else torch.full((M,), -1, device=DEV)
+        )
+        now = group_tokens(slots, L)
+        for kept, new in zip(
+            (groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts),
+            (now.sorted_tokens, now.active_slots, now.counts, now.starts),
+            strict=True,
+        ):
+            kept.copy_(new)
+        x.normal_()
+        h.fill_(float("nan"))
+        y.fill_(float("nan"))
+        z.fill_(float("nan"))
+        graph.replay()
+        got = y.clone(), z.clone()
+        torch.cuda.synchronize()
+        lora_shrink_grouped(x, a, groups, out=h, config=shrink)
+        torch.cuda.synchronize()
+        torch.mm(x, w.t(), out=y)
+        torch.cuda.synchronize()
+        lora_expand_add(y, h, b, groups)
+        w8a16_gemm(x[:8], weight, out=z, config=split)
+        torch.cuda.synchronize()
+        differ += not (torch.equal(got[0], y) and torch.equal(got[1], z))
+    facts = {"rounds": rounds, "launches_a_replay": 16, "calls_per_path": calls()}
+    results.add("stress/graph_order", "epilora", M, [float(differ)], unit="differing_replays", **facts)
+    print(f"stress: {differ} of {rounds} replays differ from runs one launch at a time", flush=True)
+    if differ:
+        raise SystemExit("a dependent launch read too early")
+
+
+def part_hybrid(results: harness.Results, clock: Clock, cells: Sequence[Cell] = CELLS) -> None:
+    """Layers with adapters at many tokens, against vLLM's LoRA path."""
     vllm = VllmLora()
     side = torch.cuda.Stream()
-    for M, adapters in cells:
-        if clock.left < 30 + (20 if M > 4096 else 0):
-            print(f"hybrid M={M} a={adapters}: out of time", flush=True)
+    for cell in cells:
+        if clock.left < 20 + (15 if cell.M > 4096 else 0):
+            print(f"hybrid {cell}: out of time", flush=True)
             continue
         start = time.time()
         torch.manual_seed(0)
-        layers = hybrid_layers(M, LAYERS)
-        groups = vllm.set_batch(token_slots(M, adapters))
-        small = is_small(M)
-        shrinks, expands = (SHRINK_SMALL, EXPAND_SMALL) if small else (SHRINK_LARGE, EXPAND_LARGE)
-        v_shrinks, v_expands = (
-            (VLLM_SHRINK_SMALL, VLLM_EXPAND_SMALL) if small else (VLLM_SHRINK_LARGE, VLLM_EXPAND_LARGE)
-        )
-        choices: dict[str, Choice] = {}
-        tables: dict[tuple[str, int, int], dict[str, Any]] = {}
-        chain = layers if M <= 2048 else layers[:4]
-        failures: list[str] = []
-        for p in shapes.LAYER:
-            mine = [layer[p.name] for layer in chain]
-            legal = [c for c in shrinks if is_legal_shrink(c, p.K, RANK)]
-            order = "fused" if M <= 2048 else "serial"
-            shrink, _, bad = fastest(
-                legal, lambda c, one: run_hybrid(vllm, one, groups, Choice(c, expands[0], order), side), mine
-            )
-            failures += bad
-            legal_e = [c for c in expands if is_legal_expand(c, RANK)]
-            expand, _, bad = fastest(
-                legal_e, lambda c, one, s=shrink: run_hybrid(vllm, one, groups, Choice(s, c, order), side), mine
-            )
-            failures += bad
-            order, _, bad = fastest(
-                ORDERS, lambda o, one, s=shrink, e=expand: run_hybrid(vllm, one, groups, Choice(s, e, o), side), mine
-            )
-            failures += bad
-            choices[p.name] = Choice(shrink, expand, order)
-            s_key, e_key = ("shrink", p.K, len(p.slices)), ("expand", max(p.slices), len(p.slices))
-            tables[e_key] = v_expands[0]
-
-            def stock(table: dict[tuple[str, int, int], dict[str, Any]], one: Hybrid) -> None:
-                with vllm.using(True, table):
-                    vllm.one_stream(one)
-
-            tables[s_key], _, bad = fastest(v_shrinks, lambda c, one, k=s_key: stock(tables | {k: c}, one), mine)
-            failures += bad
-            tables[e_key], _, bad = fastest(v_expands, lambda c, one, k=e_key: stock(tables | {k: c}, one), mine)
-            failures += bad
+        layers = hybrid_layers(cell, LAYERS)
+        groups = vllm.set_batch(token_slots(cell.M, cell.adapters), cell.slots)
+        chain = layers if cell.M <= 2048 else layers[:4]
+        choices, tables, failures = search_cell(cell, vllm, groups, chain, side)
         searched = time.time() - start
 
-        def vllm_layer(fn: Callable[[Hybrid], object], tuned: bool) -> Callable[[dict[str, Hybrid]], None]:
+        def stock(fn: Callable[[Hybrid], object], tuned: bool) -> Callable[[dict[str, Hybrid]], None]:
             def run(layer: dict[str, Hybrid]) -> None:
                 with vllm.using(tuned, tables):
                     for one in layer.values():
@@ -678,68 +831,48 @@ def part_hybrid(results: harness.Results, clock: Clock, cells: Sequence[tuple[in
             def run(layer: dict[str, Hybrid]) -> None:
                 for name, one in layer.items():
                     c = choices[name]
-                    run_hybrid(vllm, one, groups, c if order is None else Choice(c.shrink, c.expand, order), side)
+                    run_hybrid(vllm, one, groups, c if order is None else replace(c, order=order), side)
 
             return run
 
         variants = {
-            "vllm_no_adapter": vllm_layer(vllm.base, False),
-            "vllm_lora_default": vllm_layer(vllm.one_stream, False),
-            "vllm_lora_tuned": vllm_layer(vllm.one_stream, True),
-            "vllm_lora_default_two_streams": vllm_layer(vllm.two_streams, False),
-            "vllm_lora_tuned_two_streams": vllm_layer(vllm.two_streams, True),
+            "vllm_no_adapter": stock(vllm.base, False),
+            "vllm_lora_default": stock(vllm.one_stream, False),
+            "vllm_lora_tuned": stock(vllm.one_stream, True),
+            "vllm_lora_default_two_streams": stock(vllm.two_streams, False),
+            "vllm_lora_tuned_two_streams": stock(vllm.two_streams, True),
             "epilora": ours(None),
         } | {f"epilora_{order}": ours(order) for order in ORDERS}
-        errors = {}
-        for name in ("qkv", "down"):  # against fp32, ours and vLLM's on the same inputs
-            one = layers[0][name]
-            h = lora_shrink_grouped_ref(one.x, one.lora_a, groups)
-            xq, x_scale = vllm.quantise(one.x)
-            want = (xq.float() @ one.weight.values.float().t()) * x_scale * one.weight.scales
-            want = lora_expand_add_ref(want, h, one.lora_b, groups)
-            first = run_hybrid(vllm, one, groups, choices[name], side)
-            errors[name] = {
-                "epilora": harness.rms_error(first, want),
-                "vllm": harness.rms_error(vllm.one_stream(one), want),
-            }
-            again = run_hybrid(vllm, one, groups, choices[name], side)
-            errors[name]["same_bits"] = bool(torch.equal(first, again))
-            del h, want
-        reset_calls()
-        samples = harness.time_variants(variants, layers, 20 if M > 4096 else 30)
-        case = adapter_case(adapters, RANK, SLOTS)
+        errors = hybrid_errors(cell, vllm, groups, layers[0], choices, side)
+        samples, paths = time_shuffled(variants, layers, 16 if cell.M > 4096 else 30)
+        case = adapter_case(cell.adapters, cell.rank, cell.slots, cell.model)
         config = {
             name: {"order": c.order, "shrink": asdict(c.shrink), "expand": asdict(c.expand)}
             for name, c in choices.items()
         }
         for name, values in samples.items():
-            facts: dict[str, Any] = (
-                {"calls_per_path": {"hybrid": 4}} if name.startswith("epilora") else {"calls_per_path": {"stock": 4}}
-            )
+            facts: dict[str, Any] = {"calls_per_path": paths[name]}
             if name == "epilora":
-                facts |= {"config": config, "errors": errors, "calls": calls(), "failures": failures}
+                facts |= {"config": config, "errors": errors, "failures": failures}
             if "tuned" in name:
                 facts["config"] = {"/".join(map(str, k)): v for k, v in tables.items()}
-            results.add(case, name, M, values, **facts)
+            results.add(case, name, cell.M, values, **facts)
         results.write()
         medians = settled(samples)
         best = min(v for k, v in medians.items() if k.startswith("vllm_lora"))
+        base = medians["vllm_no_adapter"]
         print(
-            f"hybrid M={M} a={adapters}: ours {medians['epilora']} vllm best {best} "
-            f"ratio {medians['epilora'] / best:.3f} "
-            f"over base {medians['epilora'] / medians['vllm_no_adapter']:.3f} | {medians} "
-            f"| err {errors} | searched {searched:.0f} s, all {time.time() - start:.0f} s; "
-            f"failures {len(failures)} {failures[:2]}",
+            f"hybrid {case} M={cell.M}: ours {medians['epilora']} vllm best {best} ratio "
+            f"{medians['epilora'] / best:.3f} over base {medians['epilora'] / base:.3f} | "
+            f"{ {k.replace('vllm_lora', 'v'): v for k, v in medians.items()} } | err "
+            f"{ {n: [f'{e[k]:.2e}' for k in ('epilora', 'vllm')] + [e['same_bits']] for n, e in errors.items()} } | "
+            f"searched {searched:.0f} s, all {time.time() - start:.0f} s; failures {len(failures)} {failures[:1]}",
             flush=True,
         )
-        print(
-            "   ",
-            {
-                n: (c.order, tuple(asdict(c.shrink).values()), tuple(asdict(c.expand).values()))
-                for n, c in choices.items()
-            },
-            flush=True,
-        )
+        brief = {
+            n: (c.order, tuple(asdict(c.shrink).values()), tuple(asdict(c.expand).values())) for n, c in choices.items()
+        }
+        print(f"    {brief}", flush=True)
         del layers, variants
         torch.cuda.empty_cache()
 
@@ -775,33 +908,35 @@ def part_w8a16(results: harness.Results, clock: Clock, tokens: Sequence[int] = (
     except Exception as err:  # the op may be missing from the installed vLLM: said in the rows
         results.add_failure("w8a16/qwen3-8b", "marlin", 1, f"{type(err).__name__}: {str(err)[:300]}")
         print(f"marlin: {type(err).__name__}: {str(err)[:200]}", flush=True)
-    picked: dict[str, W8A16Config] = {}
+    picked: dict[tuple[str, bool], W8A16Config] = {}
     for M in tokens:
         if clock.left < 20:
             print(f"w8a16 M={M}: out of time", flush=True)
             continue
-        start = time.time()
         x = {K: torch.randn(M, K, device=DEV, dtype=torch.bfloat16) for K in sorted({p.K for p in shapes.LAYER})}
         failures: list[str] = []
-        if M in (1, 16):
+        if M in (1, 16):  # 4 and 8 tokens take what one token takes: the same 8-token tile
             for p in shapes.LAYER:
                 legal = [c for c in (W8A16_EIGHT if M <= 8 else W8A16_SIXTEEN) if is_legal_w8a16(c, p.N, p.K)]
-                config, us, bad = fastest(
-                    legal,
-                    lambda c, w, K=p.K: w8a16_gemm(x[K], w, config=c, use_pdl=True),
-                    [layer[p.name] for layer in layers],
-                    9,
-                )
-                picked[p.name], failures = config, failures + bad
-                print(f"   w8a16 M={M} {p.name}: {us:.1f} us {tuple(asdict(config).values())}", flush=True)
+                for pdl in (False, True):
+                    config, us, bad = fastest(
+                        legal,
+                        lambda c, w, K=p.K, on=pdl: w8a16_gemm(x[K], w, config=c, use_pdl=on),
+                        [layer[p.name] for layer in layers],
+                        9,
+                    )
+                    picked[p.name, pdl], failures = config, failures + bad
+                    print(
+                        f"   w8a16 M={M} {p.name} pdl={pdl}: {us:.1f} us {tuple(asdict(config).values())}", flush=True
+                    )
 
-        def ours(layer: dict[str, Operand], pdl: bool = True) -> None:
+        def ours(layer: dict[str, Operand], pdl: bool) -> None:
             for p in shapes.LAYER:
-                w8a16_gemm(x[p.K], layer[p.name], config=picked[p.name], use_pdl=pdl)
+                w8a16_gemm(x[p.K], layer[p.name], config=picked[p.name, pdl], use_pdl=pdl)
 
         variants: dict[str, Callable[[Any], object]] = {
-            "epilora": lambda pair: ours(pair[0]),
-            "epilora_no_pdl": lambda pair: ours(pair[0], False),
+            "epilora": lambda pair: ours(pair[0], False),
+            "epilora_pdl": lambda pair: ours(pair[0], True),
         }
         if marlin is not None:
             variants["marlin"] = lambda pair: [pair[1][p.name](x[p.K]) for p in shapes.LAYER]
@@ -809,24 +944,29 @@ def part_w8a16(results: harness.Results, clock: Clock, tokens: Sequence[int] = (
         errors = {}
         for p in shapes.LAYER:
             want = w8a16_gemm_ref(x[p.K], layers[0][p.name])
-            got = w8a16_gemm(x[p.K], layers[0][p.name], config=picked[p.name], use_pdl=True)
-            same = all(
-                torch.equal(got, w8a16_gemm(x[p.K], layers[0][p.name], config=picked[p.name], use_pdl=True))
-                for _ in range(20)
-            )
-            errors[p.name] = {"epilora": harness.rms_error(got, want), "same_bits": same}
+            runs = [
+                w8a16_gemm(x[p.K], layers[0][p.name], config=picked[p.name, pdl], use_pdl=pdl) for pdl in (False, True)
+            ]
+            repeats = [w8a16_gemm(x[p.K], layers[0][p.name], config=picked[p.name, False]) for _ in range(50)]
+            errors[p.name] = {
+                "epilora": harness.rms_error(runs[0], want),
+                "epilora_pdl": harness.rms_error(runs[1], want),
+                "same_bits": all(torch.equal(runs[0], again) for again in repeats),
+            }
             if marlin is not None:
                 errors[p.name]["marlin"] = harness.rms_error(marlin[0][p.name](x[p.K]), want)
-        samples = harness.time_variants(variants, pairs)
+        samples, paths = time_shuffled(variants, pairs, 30)
         for name, values in samples.items():
-            facts: dict[str, Any] = {"calls_per_path": {"w8a16" if name != "marlin" else "marlin": 4}}
-            if name == "epilora":
-                facts |= {"config": {n: asdict(c) for n, c in picked.items()}, "errors": errors, "failures": failures}
+            facts: dict[str, Any] = {"calls_per_path": paths[name]}
+            if name != "marlin":
+                chosen = {n: asdict(c) for (n, pdl), c in picked.items() if pdl == name.endswith("pdl")}
+                facts |= {"config": chosen, "errors": errors, "failures": failures}
             results.add("w8a16/qwen3-8b", name, M, values, **facts)
         results.write()
+        worst = max(e["epilora"] for e in errors.values())
+        same = all(e["same_bits"] for e in errors.values())
         print(
-            f"w8a16 M={M}: {settled(samples)} err {errors} failures {len(failures)} {failures[:2]} "
-            f"{time.time() - start:.0f} s",
+            f"w8a16 M={M}: {settled(samples)} worst error {worst:.2e} same bits {same} failures {len(failures)}",
             flush=True,
         )
     del layers, marlin
@@ -875,6 +1015,7 @@ def part_training(results: harness.Results, clock: Clock, M: int = 4096, num_lay
     forward: dict[str, W8A16Config] = {}
     dx_configs: dict[str, DxConfig] = {}
     failures: list[str] = []
+    panel_us: dict[int, float] = {}
     for p in shapes.LAYER:
         if clock.left < 40:
             break
@@ -914,6 +1055,16 @@ def part_training(results: harness.Results, clock: Clock, M: int = 4096, num_lay
         lora_grads(t["x"], t["dy"], t["h"], dh, t["p"].slices)
         return dx
 
+    for mib in (16, 32, 64):
+        training.PANEL_BYTES = mib * 2**20
+        training._panels.clear()
+        us = harness.us_per_layer(lambda layer: [our_forward(t, "panel") for t in layer.values()] and None, layers, 5)
+        panel_us[mib] = us
+    best_mib = min(panel_us, key=panel_us.__getitem__)
+    training.PANEL_BYTES = best_mib * 2**20
+    training._panels.clear()
+    print(f"   training panels: { ({k: round(v) for k, v in panel_us.items()}) } us forward by MiB", flush=True)
+
     def layer_of(fn: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], None]:
         return lambda layer: [fn(t) for t in layer.values()] and None
 
@@ -921,25 +1072,30 @@ def part_training(results: harness.Results, clock: Clock, M: int = 4096, num_lay
         ("train_forward/qwen3-8b", bf16_forward, our_forward),
         ("train_backward/qwen3-8b", bf16_backward, our_backward),
     ):
+        if clock.left < 15:
+            print(f"{case}: out of time", flush=True)
+            continue
+        is_forward = base is bf16_forward
         errors = {}
         for name in ("qkv", "o"):
             t = layers[0][name]
-            ref = (train_forward_ref if base is bf16_forward else train_dx_ref)(
-                t["x"] if base is bf16_forward else t["dy"], t["w"], t["a"], t["b"]
-            )
-            errors[name] = {"bf16": harness.rms_error(base(t), ref)} | {
-                m: harness.rms_error(ours(t, m), ref) for m in ("registers", "panel")
-            }
+            reference, source = (train_forward_ref, t["x"]) if is_forward else (train_dx_ref, t["dy"])
+            want = reference(source, t["w"], t["a"], t["b"])
+            errors[name] = {"bf16": harness.rms_error(base(t), want)}
+            errors[name] |= {m: harness.rms_error(ours(t, m), want) for m in ("registers", "panel")}
         variants = {
             "bf16": layer_of(base),
             "epilora_registers": layer_of(lambda t, f=ours: f(t, "registers")),
             "epilora_panel": layer_of(lambda t, f=ours: f(t, "panel")),
         }
-        samples = harness.time_variants(variants, layers, 15, 2)
+        samples, paths = time_shuffled(variants, layers, 15)
         for name, values in samples.items():
-            facts: dict[str, Any] = {"errors": errors, "failures": failures}
+            facts: dict[str, Any] = {"calls_per_path": paths[name], "errors": errors, "failures": failures}
             if name == "epilora_registers":
-                facts["config"] = {n: asdict(c) for n, c in (forward if base is bf16_forward else dx_configs).items()}
+                facts["config"] = {n: asdict(c) for n, c in (forward if is_forward else dx_configs).items()}
+            if name == "epilora_panel":
+                facts["panel_bytes"] = training.PANEL_BYTES
+                results.add(case, "epilora", M, values, mode="panel", **facts)
             results.add(case, name, M, values, **facts)
         results.write()
         print(f"{case} M={M}: {settled(samples)} err {errors} failures {len(failures)} {failures[:2]}", flush=True)
@@ -958,12 +1114,12 @@ def merge(path: pathlib.Path) -> None:
             f"{path}: its runs {sorted(known & {r['run_id'] for r in new['runs']})} are already in {RESULTS.name}"
         )
     ids = {run["run_id"] for run in fresh}
+    for run in fresh:
+        run["command"] = harness.command_line("", run["command"].split()).strip()
     kept["runs"] += fresh
     kept["rows"] += [row for row in new["rows"] if row["run_id"] in ids]
     whole = {k: v for k, v in kept.items() if k not in ("rows", "summary")} | {"summary": summarise(kept["rows"])}
-    head = json.dumps(whole, indent=1)
-    rows = ",\n  ".join(json.dumps(row) for row in kept["rows"])
-    RESULTS.write_text(head[: head.rindex("}")].rstrip() + f',\n "rows": [\n  {rows}\n ]\n}}\n')
+    harness.write_results(RESULTS, whole, kept["rows"])
     print(f"{RESULTS}: {len(ids)} run(s), {sum(row['run_id'] in ids for row in kept['rows'])} rows appended")
 
 
@@ -971,10 +1127,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     parser.add_argument("--merge", type=pathlib.Path, help="append this run to the committed results and stop")
-    parser.add_argument("--parts", default="check,w8a16,training,hybrid")
+    parser.add_argument("--parts", default="check,stress,w8a16,training,hybrid")
     parser.add_argument("--seconds", type=float, default=560.0, help="stop starting new cases after this")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
-    parser.add_argument("--cells", default="", help="tokens:adapters pairs of the hybrid part, comma separated")
+    parser.add_argument("--cells", default="", help="tokens:adapters[:rank] of the hybrid part, comma separated")
     args = parser.parse_args()
     if args.merge:
         merge(args.merge)
@@ -983,12 +1139,15 @@ def main() -> None:
         parser.error("--out is needed to measure")
     clock = Clock(args.seconds)
     parts = args.parts.split(",")
-    results = harness.Results(args.out, summarise, "python -m benchmarks.kernels.large " + " ".join(sys.argv[1:]))
-    compile_all(compile_jobs(parts) + (vllm_jobs() if "hybrid" in parts else []), args.workers)
-    cells = [tuple(int(v) for v in pair.split(":")) for pair in args.cells.split(",") if pair] or CELLS
+    command = harness.command_line("python -m benchmarks.kernels.large", sys.argv[1:])
+    results = harness.Results(args.out, summarise, command)
+    cells = [Cell(*map(int, pair.split(":"))) for pair in args.cells.split(",") if pair] or CELLS
+    compile_all(compile_jobs(parts, cells), args.workers)
     steps: dict[str, Callable[[], None]] = {
-        "check": lambda: check_kernels(results),
+        "check": lambda: check_kernels(results, CHECKED),
+        "check_small": lambda: check_kernels(results, CHECKED[-1:]),
         "w8a16": lambda: part_w8a16(results, clock),
+        "stress": lambda: part_stress(results),
         "training": lambda: part_training(results, clock),
         "hybrid": lambda: part_hybrid(results, clock, cells),
     }

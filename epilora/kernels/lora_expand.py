@@ -25,7 +25,6 @@ Source: section 3.1 and Appendix D of the EpiLoRA paper; the group arrays are th
 
 from __future__ import annotations
 
-# ruff: noqa: PLR0917 (kernels take their pointers and strides by position)
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -449,39 +448,38 @@ def is_legal_expand(config: ExpandConfig, R: int, shared_bytes: int = HOPPER_SHA
     return powers and config.block_m >= 16 and config.block_n >= 16 and registers <= 160 and shared <= shared_bytes
 
 
+def _rows_a_tile(M: int, L: int) -> int:
+    """Rows of a tile for M tokens over up to L groups: 16 while groups are small, 64 once they fill such tiles."""
+    per_group = triton.cdiv(M, max(1, min(L, M)))
+    if per_group <= 16 or M <= 64:
+        return 16
+    return 32 if per_group < 64 else 64
+
+
 def shrink_config_for(M: int, S: int, K: int, R: int, L: int) -> ShrinkConfig:
-    """Default tiles: enough programs for 132 SMs while few tokens leave few row tiles, no split once there are many."""
+    """Default tiles, from searches on an H200 at rank 64: K is split until 128 programs run (64 of the large tiles)."""
+    block_m = _rows_a_tile(M, L)
     block_r = min(64, max(16, triton.next_power_of_2(R)))
-    per_slot = triton.cdiv(M, max(1, min(L, M)))
-    if M <= 128:
-        block_m = 16
-    elif M <= 1024:
-        block_m = 16 if per_slot <= 16 else 32
-    else:
-        block_m = 64
-    columns = S * triton.cdiv(R, block_r)
-    tiles = max(1, triton.cdiv(M, block_m)) * columns
-    split_k = 1
-    while split_k < 16 and tiles * split_k < 264 and K // (split_k * 2) >= 256:
-        split_k *= 2
+    tiles = max(triton.cdiv(M, block_m), min(L, M)) * S * triton.cdiv(R, block_r)
     block_k = 128 if block_m <= 32 else 64
-    while triton.cdiv(triton.cdiv(K, block_k), split_k) * block_k * (split_k - 1) >= K and split_k > 1:
+    while block_k > 32 and block_k > K:
+        block_k //= 2
+    wanted = 128 if block_m <= 32 else 64
+    split_k = 1
+    while split_k < 16 and tiles * split_k < wanted and K // (split_k * 2) >= 256:
+        split_k *= 2
+    while split_k > 1 and triton.cdiv(triton.cdiv(K, block_k), split_k) * block_k * (split_k - 1) >= K:
         split_k //= 2
     return ShrinkConfig(block_m, block_r, block_k, split_k, 4, 4)
 
 
 def expand_config_for(M: int, S: int, N: int, R: int, L: int) -> ExpandConfig:
-    """Default tiles: rows as many as a group is likely to have, columns so that B and y are read in long rows."""
-    per_slot = triton.cdiv(M, max(1, min(L, M)))
-    if M <= 128 or per_slot <= 16:
-        block_m, block_n, warps = 16, 128, 4
-    elif M <= 1024:
-        block_m, block_n, warps = 32, 128, 4
-    else:
-        block_m, block_n, warps = 64, 128, 4
-    config = ExpandConfig(block_m, block_n, 1, warps)
+    """Default tiles, from the same searches: several column tiles a program, so that finding the group and h pays off."""
+    block_m = _rows_a_tile(M, L)
+    tiles_n = 2 if block_m == 64 or S == 1 else 4
+    config = ExpandConfig(block_m, 128, tiles_n, 4)
     while not is_legal_expand(config, R) and config.block_n > 32:
-        config = ExpandConfig(config.block_m, config.block_n // 2, config.tiles_n, warps)
+        config = ExpandConfig(block_m, config.block_n // 2, tiles_n, 4)
     return config
 
 

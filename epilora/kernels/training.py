@@ -23,7 +23,6 @@ Source: section 3.3 of the EpiLoRA paper.
 
 from __future__ import annotations
 
-# ruff: noqa: PLR0917 (kernels take their pointers and strides by position)
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -25,7 +25,6 @@ Source: sections 3.1 and 3.3 of the EpiLoRA paper.
 
 from __future__ import annotations
 
-# ruff: noqa: PLR0917 (kernels take their pointers and strides by position)
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -253,8 +252,7 @@ def _w8a16_kernel(
     if not TMA:
         w_tile = w_ptr + w_row.to(tl.int64)[:, None] * K + (k_from + offs_k)[None, :]  # [BLOCK_N, BLOCK_K]
     if USE_PDL:
-        # Weights never change: start them to L2, let the next launch start too, then wait for the one that wrote x.
-        tl.extra.cuda.gdc_launch_dependents()
+        # Weights never change: start them to L2, then wait for the launch that wrote x.
         if PREFETCH > 0 and not TMA:
             lines = tl.arange(0, PREFETCH) * 128
             line = w_ptr + w_row.to(tl.int64)[:, None] * K + (k_from + lines)[None, :]
@@ -291,6 +289,8 @@ def _w8a16_kernel(
         x_tile += BLOCK_K
         if not TMA:
             w_tile += BLOCK_K
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # this block's weights are read: the next launch may begin with its own
     if SPLIT_K > 1:
         TILE: tl.constexpr = BLOCK_M * BLOCK_N
         if SWAP:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: PLR0917 (parametrised tests)
 import pytest
 import torch
 from kernel_cases import problem

@@ -3,7 +3,6 @@ name."""
 
 from __future__ import annotations
 
-# ruff: noqa: PLR0917 (parametrised tests)
 import pytest
 import torch
 from kernel_cases import problem

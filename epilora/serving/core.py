@@ -896,12 +896,15 @@ class ServingCore:
         info = await self._any_info()
         if name in self._base_names(info):
             raise ApiError(400, f"{name!r} is the base's name; an adapter needs another", param="lora_name")
+        tenant = self._registry.get(owner)
+        quota = (tenant.max_adapters, tenant.max_adapter_bytes) if tenant else (0, 0)
         version = await self._bounded(
             self._store.call(
                 "import_peft",
                 path,
                 name,
                 owner=owner,
+                quota=quota,
                 actor=admin.name,
                 base_checkpoint=info.model_path,
                 linear_modules=info.linear_modules,

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from epilora.errors import AdapterNotFound
+from epilora.errors import AdapterNotFound, AdapterRejected
 from epilora.types import AdapterSpec, AdapterVersion
 
 from .digest import DIGEST_CHARS, adapter_digest, as_fp32_tensors, spec_from_dict, spec_json
@@ -175,6 +175,7 @@ class AdapterStore:
         base_revision: str = "",
         promote: bool = True,
         actor: str = "",
+        quota: tuple[int, int] = (0, 0),
     ) -> AdapterVersion:
         """A new immutable version, or the existing one if content and base are those of the name's latest version.
 
@@ -219,6 +220,7 @@ class AdapterStore:
                     )
                     self._step("db:version")
                     db.execute("UPDATE names SET next_version=? WHERE owner=? AND name=?", (number + 1, owner, name))
+                    self._check_quota(owner, quota)
                     detail = {"bytes": size, "modules": len(report.covered), "promote": promote}
                     self._audit(db, actor, "publish", (owner, name, number, digest), detail)
                 if promote and current != number:
@@ -243,6 +245,7 @@ class AdapterStore:
         max_bytes: int = MAX_ADAPTER_BYTES,
         promote: bool = True,
         actor: str = "",
+        quota: tuple[int, int] = (0, 0),
     ) -> tuple[AdapterVersion, PreflightReport]:
         """Publish a PEFT folder or URL (`sources`) after preflight. base: module -> (out, in) of the base's linear
         modules, None if
@@ -268,6 +271,7 @@ class AdapterStore:
             owner=owner,
             promote=promote,
             actor=actor,
+            quota=quota,
         )
         return version, report
 
@@ -620,6 +624,24 @@ class AdapterStore:
             (owner,),
         ).fetchone()[0]
         return int(names), int(size)
+
+    def _check_quota(self, owner: str, quota: tuple[int, int]) -> None:
+        """Within a transaction, after the new version's row: undone by raising."""
+        names, size = self.owner_usage(owner)
+        names += (
+            self._db()
+            .execute(  # a name that is new in this transaction points nowhere yet
+                "SELECT COUNT(*) FROM names n WHERE owner=? AND current IS NULL AND EXISTS(SELECT 1 FROM versions v"
+                " WHERE v.owner=n.owner AND v.name=n.name)",
+                (owner,),
+            )
+            .fetchone()[0]
+        )
+        for what, used, allowed in (("adapters", names, quota[0]), ("bytes of adapters", size, quota[1])):
+            if allowed and used > allowed:
+                raise AdapterRejected(
+                    f"{owner or 'shared'} would have {used} {what}; {allowed} are allowed: delete some first"
+                )
 
     def change_count(self) -> int:
         """Grows with every change by any process: the id of the last audit row."""

@@ -396,6 +396,21 @@ def test_audit_has_one_row_per_change(store: AdapterStore) -> None:
     assert len(store.audit(owner="acme")) == 6
 
 
+def test_quotas_bound_names_and_bytes(store: AdapterStore) -> None:
+    store.publish("a", SPEC, tensors(1), **BASE_OF, owner="acme", quota=(1, 0))
+    store.publish("a", SPEC, tensors(2), **BASE_OF, owner="acme", quota=(1, 0))
+    with pytest.raises(AdapterRejected, match="acme would have 2 adapters; 1 are allowed"):
+        store.publish("b", SPEC, tensors(3), **BASE_OF, owner="acme", quota=(1, 0))
+    used = store.owner_usage("acme")
+    with pytest.raises(AdapterRejected, match=f"bytes of adapters; {used[1]} are allowed"):
+        store.publish("a", SPEC, tensors(3), **BASE_OF, owner="acme", quota=(0, used[1]))
+    assert store.names(owner="acme") == ["a"]
+    assert [version.version for version in store.versions("a")] == [1, 2]
+    assert store.owner_usage("acme") == used
+    assert len(store.gc(keep_latest=9)) == 1  # the refused content, never referred to
+    store.publish("b", SPEC, tensors(3), **BASE_OF, owner="bolt", quota=(1, used[1]))
+
+
 def test_probes_are_kept_per_base(store: AdapterStore) -> None:
     version = store.publish("a", SPEC, tensors(1), **BASE_OF)
     store.record_probe(version.digest, "d" * 64, {"dlogp": 0.5})

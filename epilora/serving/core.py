@@ -39,6 +39,7 @@ from .metrics import CONTENT_TYPE, ServingMetrics
 from .names import not_found, parse_model
 from .openai_api import ApiError, Call, Identity, TokenLogprob
 from .tenants import TenantConfig, TenantRegistry
+from .tool_calls import ToolCallStream, parse_tool_calls
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +209,7 @@ class _Job:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     unfinished: set[str] = field(default_factory=set)
+    tool_streams: dict[int, ToolCallStream] = field(default_factory=dict)
 
     @property
     def adapter_name(self) -> str:
@@ -640,8 +642,14 @@ class ServingCore:
         logprobs = await self._logprobs(job, completion.token_ids, completion.logprobs, completion.top_logprobs)
         if not job.call.chat:
             return wire.completion_choice(index, completion.text, completion.finish_reason, logprobs)
-        message = {"role": "assistant", "content": completion.text}
-        return wire.chat_choice(index, message, completion.finish_reason, logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        finish = completion.finish_reason
+        if job.call.tools:
+            text, calls = parse_tool_calls(completion.text)
+            if calls:
+                message |= {"content": text or None, "tool_calls": calls}
+                finish = "tool_calls"
+        return wire.chat_choice(index, message, finish, logprobs)
 
     # --- streaming --------------------------------------------------------------------------------------------------
 
@@ -756,8 +764,19 @@ class ServingCore:
     async def _piece(self, job: _Job, index: int, chunk: TokenChunk, offsets: list[int]) -> dict[str, Any]:
         logprobs = await self._logprobs(job, chunk.token_ids, chunk.logprobs, chunk.top_logprobs)
         if job.call.chat:
-            delta = {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {}
-            return wire.chat_choice(index, delta, chunk.finish_reason, logprobs, streamed=True)
+            text, finish = chunk.text, chunk.finish_reason
+            calls: list[dict[str, Any]] = []
+            if job.call.tools:
+                splitter = job.tool_streams.setdefault(index, ToolCallStream())
+                text = splitter.push(chunk.text)
+                if finish is not None:
+                    rest, calls = splitter.finish()
+                    text += rest
+                    finish = "tool_calls" if calls else finish
+            delta: dict[str, Any] = {"content": text} if text or finish is None else {}
+            if calls:
+                delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+            return wire.chat_choice(index, delta, finish, logprobs, streamed=True)
         piece = wire.completion_choice(index, chunk.text, chunk.finish_reason, logprobs, offsets[index])
         offsets[index] += sum(len(token.text) for token in logprobs) if logprobs else len(chunk.text)
         return piece

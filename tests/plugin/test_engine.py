@@ -521,10 +521,12 @@ def test_closing_a_stream_frees_its_rows(engine):
     async def leave():
         (a,) = await load(engine, make_adapter(2))
         stream = engine.stream(request("x", a, LONG))
+        before = engine.stats().steps
         first = await anext(stream)
         assert first.completion_tokens == 1
         await stream.aclose()
         await idle(engine)
+        assert engine.stats().steps - before < 100  # it did not simply run to its end
         await engine.unload_adapter(a)
         assert engine._rpc("epilora_list_adapters") == {}
 
@@ -533,12 +535,14 @@ def test_closing_a_stream_frees_its_rows(engine):
 
 def test_cancelling_generate_frees_its_rows(engine):
     async def leave():
+        before = engine.stats().steps
         task = asyncio.ensure_future(engine.generate([request(str(i), sampling=LONG) for i in range(4)]))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await idle(engine)
+        assert engine.stats().steps - before < 100
 
     run(leave())
 

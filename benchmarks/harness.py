@@ -53,7 +53,9 @@ def capture(fn: Callable[[Any], object], layers: Sequence[Any], warmups: int = 2
     return graph
 
 
-def time_graphs(graphs: Mapping[str, torch.cuda.CUDAGraph], num_layers: int, replays: int = 30, warmups: int = 3) -> dict[str, list[float]]:
+def time_graphs(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], num_layers: int, replays: int = 30, warmups: int = 3
+) -> dict[str, list[float]]:
     """Microseconds a layer of every graph, `replays` samples each, the graphs replayed in turn in every round."""
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for round_index in range(warmups + replays):
@@ -166,7 +168,9 @@ class Results:
     path: the JSON file. summarise: rows -> summary. command: how the program was started.
     """
 
-    def __init__(self, path: str | pathlib.Path, summarise: Callable[[list[dict[str, Any]]], dict[str, Any]], command: str) -> None:
+    def __init__(
+        self, path: str | pathlib.Path, summarise: Callable[[list[dict[str, Any]]], dict[str, Any]], command: str
+    ) -> None:
         self.path = pathlib.Path(path)
         self.summarise = summarise
         self.run_id = uuid.uuid4().hex[:12]
@@ -178,13 +182,23 @@ class Results:
         if self.path.exists():
             kept = json.loads(self.path.read_text())
             if kept["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(f"{self.path}: schema_version {kept['schema_version']}, this program writes {SCHEMA_VERSION}; move the file away")
+                raise ValueError(
+                    f"{self.path}: schema_version {kept['schema_version']}, this program writes {SCHEMA_VERSION}; move the file away"
+                )
             self.rows, self.runs = kept["rows"], kept["runs"]
         self.runs.append(run)
 
-    def add(self, case: str, provider: str, M: int, samples: Sequence[float], *, unit: str = "us", **facts: Any) -> dict[str, Any]:
+    def add(
+        self, case: str, provider: str, M: int, samples: Sequence[float], *, unit: str = "us", **facts: Any
+    ) -> dict[str, Any]:
         """Append one row. samples: raw values in `unit`; facts: anything JSON holds (calls_per_path, config, error ...)."""
-        row = {"case": case, "provider": provider, "M": M, "unit": unit, f"samples_{unit}": [round(float(s), 3) for s in samples]}
+        row = {
+            "case": case,
+            "provider": provider,
+            "M": M,
+            "unit": unit,
+            f"samples_{unit}": [round(float(s), 3) for s in samples],
+        }
         row |= facts
         row["run_id"] = self.run_id
         self.rows.append(row)
@@ -192,7 +206,18 @@ class Results:
 
     def add_failure(self, case: str, provider: str, M: int, reason: str, **facts: Any) -> None:
         """Append a row without samples that says why there are none."""
-        self.rows.append({"case": case, "provider": provider, "M": M, "unit": "us", "samples_us": [], "failure": reason, **facts, "run_id": self.run_id})
+        self.rows.append(
+            {
+                "case": case,
+                "provider": provider,
+                "M": M,
+                "unit": "us",
+                "samples_us": [],
+                "failure": reason,
+                **facts,
+                "run_id": self.run_id,
+            }
+        )
 
     def write(self) -> None:
         """Write the file, summary recomputed from all rows."""

@@ -13,12 +13,23 @@ from benchmarks.kernels.summary import FIGURES, Figure, adapter_case, figure_val
 
 ROOT = pathlib.Path(__file__).parent.parent
 PATH = ROOT / "benchmarks" / "results" / "kernels_h200.json"
-KEYS = (
-    "layer_m1_us layer_m1_over_no_adapter layer_m1_over_vllm_best layer_m8_over_vllm_best layer_m16_over_no_adapter "
-    "layer_m16_over_vllm_best gemm_m1_over_cutlass m32_1_over_vllm_best m32_32_over_vllm_best hybrid_512_32_over_vllm_best "
-    "prefill_2048_32_over_vllm_best prefill_2048_32_over_vendor_gemm w8a16_m1_over_marlin train_fwd_4096_over_bf16 "
-    "train_bwd_4096_over_bf16"
-).split()
+KEYS = [
+    "layer_m1_us",
+    "layer_m1_over_no_adapter",
+    "layer_m1_over_vllm_best",
+    "layer_m8_over_vllm_best",
+    "layer_m16_over_no_adapter",
+    "layer_m16_over_vllm_best",
+    "gemm_m1_over_cutlass",
+    "m32_1_over_vllm_best",
+    "m32_32_over_vllm_best",
+    "hybrid_512_32_over_vllm_best",
+    "prefill_2048_32_over_vllm_best",
+    "prefill_2048_32_over_vendor_gemm",
+    "w8a16_m1_over_marlin",
+    "train_fwd_4096_over_bf16",
+    "train_bwd_4096_over_bf16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +56,11 @@ def test_commits_exist_and_rows_belong_to_runs(results):
 
 
 def test_our_decode_rows_ran_on_the_cuda_path_only(results):
-    rows = [r for r in results["rows"] if r["provider"].startswith("epilora") and r["M"] <= 32 and r["case"].startswith("layer/")]
+    rows = [
+        r
+        for r in results["rows"]
+        if r["provider"].startswith("epilora") and r["M"] <= 32 and r["case"].startswith("layer/")
+    ]
     assert rows
     for row in rows:
         assert row["calls_per_path"] == {"lora_decode:cuda": 32}, row["provider"]
@@ -53,7 +68,8 @@ def test_our_decode_rows_ran_on_the_cuda_path_only(results):
 
 def rows_of(run: str, **medians: float) -> list[dict]:
     return [
-        {"case": adapter_case(1), "M": 1, "provider": p, "samples_us": [v - 1, v, v + 5], "run_id": run} for p, v in medians.items()
+        {"case": adapter_case(1), "M": 1, "provider": p, "samples_us": [v - 1, v, v + 5], "run_id": run}
+        for p, v in medians.items()
     ]
 
 

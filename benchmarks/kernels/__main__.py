@@ -17,14 +17,25 @@ from benchmarks.kernels.summary import summarise
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("benchmarks/results/kernels_h200.json"))
-    parser.add_argument("--table", type=pathlib.Path, help="tuned configurations (see benchmarks.kernels.tune); default: the library's own")
+    parser.add_argument(
+        "--table",
+        type=pathlib.Path,
+        help="tuned configurations (see benchmarks.kernels.tune); default: the library's own",
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=600.0, help="start no new case after this long")
     args = parser.parse_args()
     results = Results(args.results, summarise, command_line("python -m benchmarks.kernels", sys.argv[1:]))
-    decode.run(results, table_path=args.table, with_vllm=not args.no_vllm, quick=args.quick, replays=args.replays, seconds=args.seconds)
+    decode.run(
+        results,
+        table_path=args.table,
+        with_vllm=not args.no_vllm,
+        quick=args.quick,
+        replays=args.replays,
+        seconds=args.seconds,
+    )
     results.write()
     for key, value in summarise(results.rows).items():
         if value is not None:

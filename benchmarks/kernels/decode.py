@@ -22,7 +22,18 @@ from epilora.quant.operand import Operand
 RANK = 64
 MAX_SLOTS = 64
 # (tokens, distinct adapters, slots): the figures first, then the one-adapter rows with other slot counts
-CASES = [(1, 1, 8), (16, 1, 8), (8, 1, 8), (4, 1, 8), (32, 32, 32), (32, 1, 32), (32, 8, 32), (1, 1, 32), (1, 1, 1), (16, 1, 32)]
+CASES = [
+    (1, 1, 8),
+    (16, 1, 8),
+    (8, 1, 8),
+    (4, 1, 8),
+    (32, 32, 32),
+    (32, 1, 32),
+    (32, 8, 32),
+    (1, 1, 32),
+    (1, 1, 1),
+    (16, 1, 32),
+]
 QUICK = [(1, 1, 8), (16, 1, 8)]
 
 
@@ -48,7 +59,9 @@ def configs_from(table: dict[str, Any] | None, M: int, adapters: int) -> list[ld
     return out
 
 
-def run(results: Results, *, table_path: pathlib.Path | None, with_vllm: bool, quick: bool, replays: int, seconds: float) -> None:
+def run(
+    results: Results, *, table_path: pathlib.Path | None, with_vllm: bool, quick: bool, replays: int, seconds: float
+) -> None:
     """Time every case and append its rows; the file is written after each case."""
     start = time.time()
     table = json.loads(table_path.read_text()) if table_path else None
@@ -58,7 +71,10 @@ def run(results: Results, *, table_path: pathlib.Path | None, with_vllm: bool, q
     workspace = decode_workspace(RANK)
     warm_up()
     bandwidth = read_bandwidth_bytes_s(2)
-    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, weights alone {layer_weight_bytes() / bandwidth * 1e6:.1f} us a layer", flush=True)
+    print(
+        f"read bandwidth {bandwidth / 1e12:.2f} TB/s, weights alone {layer_weight_bytes() / bandwidth * 1e6:.1f} us a layer",
+        flush=True,
+    )
     tuned_for: dict[bool, dict] = {}
     for M, adapters, num_slots in cases:
         if time.time() - start > seconds:
@@ -78,7 +94,9 @@ def run(results: Results, *, table_path: pathlib.Path | None, with_vllm: bool, q
         variants = {
             "epilora": tune.layer_runner(configs, slots, workspace),
             "epilora_no_adapter": tune.layer_runner(configs, None, workspace),
-            "epilora_no_overlap_between_projections": tune.layer_runner(configs, slots, workspace, overlap_previous=False),
+            "epilora_no_overlap_between_projections": tune.layer_runner(
+                configs, slots, workspace, overlap_previous=False
+            ),
             "epilora_no_pdl": tune.layer_runner(configs, slots, workspace, use_pdl=False),
         }
         graphs, calls, extra = {}, {}, {}
@@ -103,18 +121,33 @@ def run(results: Results, *, table_path: pathlib.Path | None, with_vllm: bool, q
             y = paths.base(layers[0][0]).clone()
             h = paths.shrink(layers[0][0])
             theirs = paths.expand(layers[0][0], h, y, True)
-            reference = ld.lora_decode_ref(layers[0][0].x, layers[0][0].weight, layers[0][0].lora_a, layers[0][0].lora_b, slots)
+            reference = ld.lora_decode_ref(
+                layers[0][0].x, layers[0][0].weight, layers[0][0].lora_a, layers[0][0].lora_b, slots
+            )
             extra["vllm_lora_default_one_stream"] |= {"rms_error": [rms_error(theirs, reference)]}
         samples = time_graphs(graphs, CHAIN_LAYERS, replays)
         floor = (layer_weight_bytes() + adapters * layer_adapter_bytes(RANK)) / bandwidth * 1e6
         for name, values in samples.items():
-            facts: dict[str, Any] = {"adapters": adapters, "slots": num_slots, "rank": RANK, "floor_us": round(floor, 1)}
+            facts: dict[str, Any] = {
+                "adapters": adapters,
+                "slots": num_slots,
+                "rank": RANK,
+                "floor_us": round(floor, 1),
+            }
             facts |= {"calls_per_path": calls.get(name, {name: len(LAYER) * CHAIN_LAYERS})} | extra.get(name, {})
             if name == "epilora":
-                facts |= {"config": [dataclasses.asdict(c) for c in configs], "rms_error": [round(e, 6) for e in errors]}
+                facts |= {
+                    "config": [dataclasses.asdict(c) for c in configs],
+                    "rms_error": [round(e, 6) for e in errors],
+                }
             results.add(case, name, M, values, **facts)
         results.write()
         medians = {name: sorted(v)[len(v) // 2] for name, v in samples.items()}
-        print(f"M={M} a={adapters} s={num_slots}: " + ", ".join(f"{n} {t:.1f}" for n, t in medians.items()) + f" | floor {floor:.1f}, error {max(errors):.1e} ({time.time() - start:.0f} s)", flush=True)
+        print(
+            f"M={M} a={adapters} s={num_slots}: "
+            + ", ".join(f"{n} {t:.1f}" for n, t in medians.items())
+            + f" | floor {floor:.1f}, error {max(errors):.1e} ({time.time() - start:.0f} s)",
+            flush=True,
+        )
         del graphs
         torch.cuda.empty_cache()

@@ -59,7 +59,11 @@ def median_us(row: dict[str, Any]) -> float:
 def figure_value(figure: Figure, rows: Sequence[dict[str, Any]]) -> float | None:
     """The figure from the newest run that has every side of it; None when no run has."""
     for run_id in dict.fromkeys(row["run_id"] for row in reversed(rows)):
-        same = [r for r in rows if r["run_id"] == run_id and r["case"] == figure.case and r["M"] == figure.M and r.get("samples_us")]
+        same = [
+            r
+            for r in rows
+            if r["run_id"] == run_id and r["case"] == figure.case and r["M"] == figure.M and r.get("samples_us")
+        ]
         ours = [median_us(r) for r in same if r["provider"] == figure.provider]
         if not ours:
             continue

@@ -30,7 +30,16 @@ MAX_ERROR = 6e-3  # RMS; rounding h and y to bf16 gives 2e-3 to 3e-3
 KEPT = 4  # candidates of a projection that are tried inside the layer
 # (row tiles, warps or warpgroups along K, bytes of K a stage)
 TILES = ((2, 2, 512), (2, 4, 512), (2, 4, 1024), (3, 2, 1024), (3, 4, 512), (4, 2, 512), (4, 2, 1024), (6, 2, 512))
-WGMMA_TILES = ((2, 1, 1024), (2, 2, 1024), (2, 2, 512), (3, 1, 512), (3, 2, 1024), (4, 1, 512), (4, 2, 512), (4, 2, 1024))
+WGMMA_TILES = (
+    (2, 1, 1024),
+    (2, 2, 1024),
+    (2, 2, 512),
+    (3, 1, 512),
+    (3, 2, 1024),
+    (4, 1, 512),
+    (4, 2, 512),
+    (4, 2, 1024),
+)
 
 
 def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.DecodeConfig]:
@@ -77,10 +86,14 @@ def precompile(configs: Iterable[ld.DecodeConfig], M: int, rank: int) -> None:
         list(pool.map(lambda job: ld._kernel(*job, 0), jobs))
 
 
-def run_projection(data: ProjectionData, config: ld.DecodeConfig, slots: torch.Tensor | None, workspace: ld.DecodeWorkspace, **options) -> None:
+def run_projection(
+    data: ProjectionData, config: ld.DecodeConfig, slots: torch.Tensor | None, workspace: ld.DecodeWorkspace, **options
+) -> None:
     """One call of the decode path into the projection's own output."""
     lora = (data.lora_a, data.lora_b, slots) if slots is not None else ()
-    ld.lora_decode(data.x, data.weight, *lora, workspace=workspace, out=data.y, config=config, implementation="cuda", **options)
+    ld.lora_decode(
+        data.x, data.weight, *lora, workspace=workspace, out=data.y, config=config, implementation="cuda", **options
+    )
 
 
 def layer_runner(configs: list[ld.DecodeConfig], slots, workspace, **options):
@@ -106,7 +119,9 @@ def error_of(config: ld.DecodeConfig, data: ProjectionData, slots, workspace, tr
     return worst
 
 
-def search_layer(layers: list[list[ProjectionData]], slots, adapters: int, workspace, rank: int, replays: int = 7) -> tuple[list[ld.DecodeConfig], list[str]]:
+def search_layer(
+    layers: list[list[ProjectionData]], slots, adapters: int, workspace, rank: int, replays: int = 7
+) -> tuple[list[ld.DecodeConfig], list[str]]:
     """The fastest configuration found for each projection of the layer, and lines that tell how."""
     M = layers[0][0].x.shape[0]
     lists = [candidates(d.shape, M, rank, adapters) for d in layers[0]]
@@ -125,15 +140,25 @@ def search_layer(layers: list[list[ProjectionData]], slots, adapters: int, works
         graphs = {c: capture(lambda d, c=c: run_projection(d, c, slots, workspace), chain, warmups=1) for c in good}
         times = {c: statistics.median(t) for c, t in time_graphs(graphs, len(chain), replays).items()}
         order = sorted(times, key=times.__getitem__)
-        lines.append(f"M={M} {data.shape.name}: " + "; ".join(f"{times[c]:.1f} {short(c)}" for c in order[:6]) + f" ... {times[order[-1]]:.1f}")
+        lines.append(
+            f"M={M} {data.shape.name}: "
+            + "; ".join(f"{times[c]:.1f} {short(c)}" for c in order[:6])
+            + f" ... {times[order[-1]]:.1f}"
+        )
         kept.append(order[:KEPT])
     best = [k[0] for k in kept]
 
     def improve(i: int, alternatives: list[ld.DecodeConfig]) -> None:
-        legal = [best[i]] + [c for c in alternatives if c != best[i] and ld.is_legal(c, M, layers[0][i].shape.K, layers[0][i].shape.slices, rank)]
+        legal = [best[i]] + [
+            c
+            for c in alternatives
+            if c != best[i] and ld.is_legal(c, M, layers[0][i].shape.K, layers[0][i].shape.slices, rank)
+        ]
         precompile(legal, M, rank)
         legal = [c for c in legal if error_of(c, layers[0][i], slots, workspace, tries=2) <= MAX_ERROR]
-        graphs = {c: capture(layer_runner([*best[:i], c, *best[i + 1 :]], slots, workspace), layers, warmups=1) for c in legal}
+        graphs = {
+            c: capture(layer_runner([*best[:i], c, *best[i + 1 :]], slots, workspace), layers, warmups=1) for c in legal
+        }
         times = {c: statistics.median(t) for c, t in time_graphs(graphs, len(layers), replays).items()}
         best[i] = min(times, key=times.__getitem__)
 
@@ -155,17 +180,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-8b", choices=sorted(MODELS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--adapters", type=int, nargs="+", default=[1], help="distinct adapters, one for each of --tokens or one for all")
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="distinct adapters, one for each of --tokens or one for all",
+    )
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=200.0, help="stop starting new searches after this long")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="table of configurations; kept entries of an existing file stay")
+    parser.add_argument(
+        "--out", type=pathlib.Path, required=True, help="table of configurations; kept entries of an existing file stay"
+    )
     args = parser.parse_args()
     start = time.time()
     layer = MODELS[args.model]
     base = layer_chain(1, args.rank, args.slots, layer)
     workspace = decode_workspace(args.rank, layer)
-    table = json.loads(args.out.read_text()) if args.out.exists() else {"gpu": torch.cuda.get_device_name(), "entries": []}
+    table = (
+        json.loads(args.out.read_text()) if args.out.exists() else {"gpu": torch.cuda.get_device_name(), "entries": []}
+    )
     warm_up()
     for index, M in enumerate(args.tokens):
         if time.time() - start > args.seconds:
@@ -186,14 +221,26 @@ def main() -> None:
         graphs = {name: capture(fn, layers) for name, fn in variants.items()}
         times = {name: round(statistics.median(t), 2) for name, t in time_graphs(graphs, len(layers), 20).items()}
         for shape, config in zip(layer, best, strict=True):
-            entry = {"N": shape.N, "K": shape.K, "M": M, "rank": args.rank, "adapters": adapters, "config": dataclasses.asdict(config)}
+            entry = {
+                "N": shape.N,
+                "K": shape.K,
+                "M": M,
+                "rank": args.rank,
+                "adapters": adapters,
+                "config": dataclasses.asdict(config),
+            }
             same = ("N", "K", "M", "rank", "adapters")
             table["entries"] = [e for e in table["entries"] if any(e[k] != entry[k] for k in same)] + [entry]
         table.setdefault("layers", {})[f"{args.model}/M{M}/a{adapters}/s{args.slots}"] = times
         args.out.write_text(json.dumps(table, indent=1))
         for line in lines:
             print(line, flush=True)
-        print(f"M={M} a={adapters} LAYER " + ", ".join(f"{n} {t:.1f}" for n, t in times.items()) + f"  ({time.time() - start:.0f} s)", flush=True)
+        print(
+            f"M={M} a={adapters} LAYER "
+            + ", ".join(f"{n} {t:.1f}" for n, t in times.items())
+            + f"  ({time.time() - start:.0f} s)",
+            flush=True,
+        )
         print("   chosen: " + " | ".join(f"{s.name} {short(c)}" for s, c in zip(layer, best, strict=True)), flush=True)
 
 

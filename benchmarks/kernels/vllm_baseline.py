@@ -30,10 +30,23 @@ def _shrink(block_m: int, block_n: int, block_k: int, split_k: int, num_warps: i
 
 
 def _expand(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int) -> Config:
-    return dict(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_ctas=1, num_stages=num_stages, max_nreg=None)
+    return dict(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=num_warps,
+        num_ctas=1,
+        num_stages=num_stages,
+        max_nreg=None,
+    )
 
 
-SHRINK = [_shrink(16, 64, 256, 16, 4, 3), _shrink(16, 32, 256, 32, 4, 2), _shrink(16, 64, 128, 32, 4, 3), _shrink(16, 16, 256, 16, 4, 3)]
+SHRINK = [
+    _shrink(16, 64, 256, 16, 4, 3),
+    _shrink(16, 32, 256, 32, 4, 2),
+    _shrink(16, 64, 128, 32, 4, 3),
+    _shrink(16, 16, 256, 16, 4, 3),
+]
 EXPAND = [_expand(16, 128, 64, 4, 2), _expand(16, 64, 64, 4, 2), _expand(16, 256, 64, 8, 2), _expand(32, 128, 64, 8, 2)]
 
 _chosen: dict[tuple[str, int, int], Config] = {}  # (op, hidden size, slices) -> configuration; empty: vLLM's default
@@ -50,7 +63,11 @@ def _patch() -> None:
 
         def ask(op_type, max_loras, batch, hidden_size, rank, num_slices, add_inputs=None, stock=stock):
             found = _chosen.get((op_type, hidden_size, num_slices))
-            return found if found is not None else stock(op_type, max_loras, batch, hidden_size, rank, num_slices, add_inputs)
+            return (
+                found
+                if found is not None
+                else stock(op_type, max_loras, batch, hidden_size, rank, num_slices, add_inputs)
+            )
 
         module.get_lora_op_configs = ask
         module._epilora_patched = True
@@ -120,14 +137,18 @@ class VllmLayer:
             before.record()
             with torch.cuda.stream(self.side):
                 self.side.wait_event(before)
-                delta = self.expand(d, self.shrink(d), torch.zeros(self.M, d.shape.N, dtype=torch.bfloat16, device="cuda"), False)
+                delta = self.expand(
+                    d, self.shrink(d), torch.zeros(self.M, d.shape.N, dtype=torch.bfloat16, device="cuda"), False
+                )
                 after.record()
             y = self.base(d)
             current.wait_event(after)
             y.add_(delta)
 
 
-def tune(layers: list[list[ProjectionData]], vllm_layer: VllmLayer, replays: int = 5) -> dict[tuple[str, int, int], Config]:
+def tune(
+    layers: list[list[ProjectionData]], vllm_layer: VllmLayer, replays: int = 5
+) -> dict[tuple[str, int, int], Config]:
     """Fastest configuration for every projection's shrink and expand; absent where the default is fastest."""
     chosen: dict[tuple[str, int, int], Config] = {}
     for i in range(len(layers[0])):

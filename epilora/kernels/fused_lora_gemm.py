@@ -16,6 +16,8 @@ Legend: M tokens, N out features, K in features, R rank, S slices, L adapter slo
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,17 +90,21 @@ def is_legal(config: GemmConfig, slices: Sequence[int], shared_bytes: int = 227 
     return powers and least and fits and all(width % config.block_n == 0 for width in slices[:-1])
 
 
-def config_for(M: int, slices: Sequence[int], K: int) -> GemmConfig:
-    """Stated default by tokens; column tiles shrink until every slice is made of whole ones. Raises ValueError if 16 is too wide."""
+def config_for(M: int, slices: Sequence[int], K: int, shared_bytes: int = 227 * 1024) -> GemmConfig:
+    """Stated default by tokens; column tiles shrink until every slice is made of whole ones, stages until they fit.
+
+    Raises ValueError if a slice but the last is no multiple of 16.
+    """
     if M <= 32:
         base = GemmConfig(block_m=16 if M <= 16 else 32, block_n=64, block_k=256 if K >= 256 else 64)
     else:
-        base = GemmConfig(block_m=64 if M <= 64 else 128, block_n=128, block_k=128, swap_ab=False, num_warps=8, num_stages=4)
+        base = GemmConfig(block_m=64 if M <= 64 else 128, block_n=128, block_k=128, swap_ab=False, num_warps=8)
     block_n = base.block_n
     while block_n >= 16:
-        picked = GemmConfig(base.block_m, block_n, base.block_k, base.swap_ab, base.num_warps, base.num_stages)
-        if is_legal(picked, slices):
-            return picked
+        for stages in (base.num_stages, 3, 2):
+            picked = dataclasses.replace(base, block_n=block_n, num_stages=stages)
+            if is_legal(picked, slices, shared_bytes):
+                return picked
         block_n //= 2
     raise ValueError(f"fused_lora_gemm: slices={tuple(slices)}; every slice but the last must be a multiple of 16")
 
@@ -203,13 +209,29 @@ def _fused_lora_gemm_kernel(
     tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=row_ok[:, None] & mask_n[None, :])
 
 
+@functools.cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Shared memory a block may have on `device`; a Hopper block's on the CPU (interpreter)."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def check_weight(function: str, weight: Operand, K: int, device: torch.device) -> None:
     """Check a base operand: FP8 e4m3 [N, K], rows contiguous, one scale per tensor or per channel."""
     check(weight.format is Format.FP8_E4M3, function, f"weight has format {weight.format.value}; allowed: fp8_e4m3")
-    check(weight.axis in (ScaleAxis.TENSOR, ScaleAxis.CHANNEL), function, f"weight has scale axis {weight.axis.value}; allowed: tensor, channel")
+    check(
+        weight.axis in (ScaleAxis.TENSOR, ScaleAxis.CHANNEL),
+        function,
+        f"weight has scale axis {weight.axis.value}; allowed: tensor, channel",
+    )
     check_tensor(function, "weight.values", weight.values, dim=2, device=device)
     check(weight.values.shape[1] == K, function, f"weight is {tuple(weight.values.shape)}; x has K={K}")
-    check(weight.values.is_contiguous(), function, f"weight has strides {weight.values.stride()}; rows must follow one another ([N, K] contiguous)")
+    check(
+        weight.values.is_contiguous(),
+        function,
+        f"weight has strides {weight.values.stride()}; rows must follow one another ([N, K] contiguous)",
+    )
 
 
 def check_up_projection(function: str, lora_b: Sequence[Operand], rank: int, N: int, x: torch.Tensor) -> list[int]:
@@ -218,7 +240,11 @@ def check_up_projection(function: str, lora_b: Sequence[Operand], rank: int, N: 
     widths = [o.values.shape[1] for o in lora_b]
     check(sum(widths) == N, function, f"lora_b slices are {widths} wide, together {sum(widths)}; the weight has N={N}")
     for i, o in enumerate(lora_b):
-        check(o.values.stride(1) == lora_b[0].values.stride(1), function, f"lora_b[{i}] has row stride {o.values.stride(1)}; all slices share it")
+        check(
+            o.values.stride(1) == lora_b[0].values.stride(1),
+            function,
+            f"lora_b[{i}] has row stride {o.values.stride(1)}; all slices share it",
+        )
     return widths
 
 
@@ -266,18 +292,24 @@ def fused_lora_gemm(
         check_tensor(name, "token_lora_indices", token_lora_indices, dim=1, dtypes=(torch.int32,), device=xq.device)
         check_tensor(name, "h", h, dim=4, dtypes=(torch.float32,), device=xq.device)
         splits, num_slices, tokens, rank = h.shape
-        check(num_slices == len(lora_b) and tokens == M and h.is_contiguous(), name, f"h is {tuple(h.shape)}; needed: contiguous [splits, {len(lora_b)}, {M}, R]")
+        check(
+            num_slices == len(lora_b) and tokens == M and h.is_contiguous(),
+            name,
+            f"h is {tuple(h.shape)}; needed: contiguous [splits, {len(lora_b)}, {M}, R]",
+        )
         kind = lora_b[0].values.dtype
         like = y if kind == torch.float8_e4m3fn else lora_b[0].values
         widths = check_up_projection(name, lora_b, rank, N, like)
         num_slots = lora_b[0].values.shape[0]
-    config = config or config_for(M, widths, K)
+    config = config or config_for(M, widths, K, shared_bytes_of(xq.device))
     check(is_legal(config, widths), name, f"config={config} is not legal for slices {widths}; see is_legal")
     picked = choose(name, xq.device, implementation)
     if M == 0:
         return y
     if picked is Implementation.REFERENCE:
-        ref = fused_lora_gemm_ref(xq, x_scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias)
+        ref = fused_lora_gemm_ref(
+            xq, x_scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias
+        )
         return y.copy_(ref)
     some = token_lora_indices if token_lora_indices is not None else x_scale
     b = pad4([o.values for o in lora_b]) if has_lora else [x_scale] * 4

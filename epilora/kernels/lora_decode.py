@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,9 +37,12 @@ from . import lora_shrink as k1
 from .cuda import driver
 from .dispatch import Implementation, choose, interpreter_is_on
 from .quantize import ACTIVATION_DTYPES, quantize_ref
-from .tiles import check, check_tensor, pad4
+from .tiles import MAX_SLICES, check, check_tensor, pad4
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 32
+SHARED_BYTES = 227 * 1024  # a Hopper block's limit
 QUANTISE_WARPS = 16  # of a prologue block that only quantises
 _tokens = itertools.count()  # names each launch pair, so that flags an interrupted call left behind match no other call
 _STATIC_SHARED = 2048  # barriers and token scales beside the dynamic part
@@ -69,14 +73,23 @@ class DecodeConfig:
     shrink_groups: int = 4
 
 
-def is_legal(config: DecodeConfig, M: int, K: int, slices: Sequence[int], rank: int, shared_limit: int = 227 * 1024) -> bool:
+def is_legal(
+    config: DecodeConfig, M: int, K: int, slices: Sequence[int], rank: int, shared_limit: int = SHARED_BYTES
+) -> bool:
     """Whether the CUDA kernels can run a shape: 16-byte rows, slices of whole 16-row tiles, at least two ring stages."""
     rows_fit = K % 16 == 0 and all(n % 16 == 0 for n in slices) and rank % 8 == 0 and rank <= k1.MAX_RANK
     warps = multiplying_warps(config) + 2
     steps = config.stage_k % (128 * config.k_warps) == 0 and config.stage_k <= 4096
     threads = warps + config.lora_warps <= 24 and config.lora_warps >= 1 and 1 <= config.shrink_warps <= 16
     shape = config.row_tiles <= (4 if config.wgmma else 16)
-    return rows_fit and steps and threads and shape and 1 <= M <= MAX_TOKENS and num_stages(config, M, len(slices), rank, shared_limit) >= 2
+    return (
+        rows_fit
+        and steps
+        and threads
+        and shape
+        and 1 <= M <= MAX_TOKENS
+        and num_stages(config, M, len(slices), rank, shared_limit) >= 2
+    )
 
 
 def num_stages(config: DecodeConfig, M: int, num_slices: int, rank: int, shared_limit: int) -> int:
@@ -122,7 +135,9 @@ def config_for(
         enough = [e for e in same if e["rank"] == near and e["M"] >= min(M, max(x["M"] for x in same))]
         enough = [e for e in enough if e["M"] == min(x["M"] for x in enough)]
         best = min(enough, key=lambda e: (e["adapters"] < adapters, abs(e["adapters"] - adapters)))
-        return dataclasses.replace(DecodeConfig(**best["config"]), shrink_groups=adapters)
+        tuned = dataclasses.replace(DecodeConfig(**best["config"]), shrink_groups=adapters)
+        if num_stages(tuned, M, MAX_SLICES, R, SHARED_BYTES) >= 2:  # a much larger rank may leave the ring no room
+            return tuned
     return DecodeConfig(
         row_tiles=3 if -(-N // 16) % 384 == 0 else 2,
         stage_k=512 if M > 16 else 1024,
@@ -241,7 +256,9 @@ def lora_decode_ref(
     if len(lora_a):
         assert token_lora_indices is not None, "adapters need token_lora_indices"
         h = k1.lora_shrink_ref(x, lora_a, token_lora_indices[: x.shape[0]], active_lora_ids)[None]
-    return k2.fused_lora_gemm_ref(codes, scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias)
+    return k2.fused_lora_gemm_ref(
+        codes, scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias
+    )
 
 
 def lora_decode(
@@ -281,9 +298,13 @@ def lora_decode(
     check(M <= MAX_TOKENS, name, f"x has {M} tokens; allowed: 0 to {MAX_TOKENS} (use the hybrid path above)")
     N = weight.values.shape[0]
     y = torch.empty((M, N), dtype=x.dtype, device=x.device) if out is None else out
-    check(y.shape == (M, N) and y.dtype == x.dtype, name, f"out is {y.dtype} {tuple(y.shape)}; needed: {x.dtype} {(M, N)}")
+    check(
+        y.shape == (M, N) and y.dtype == x.dtype, name, f"out is {y.dtype} {tuple(y.shape)}; needed: {x.dtype} {(M, N)}"
+    )
     has_lora = len(lora_a) > 0
-    check(len(lora_a) == len(lora_b), name, f"{len(lora_a)} slices of lora_a, {len(lora_b)} of lora_b; they come in pairs")
+    check(
+        len(lora_a) == len(lora_b), name, f"{len(lora_a)} slices of lora_a, {len(lora_b)} of lora_b; they come in pairs"
+    )
     check(not has_lora or token_lora_indices is not None, name, "lora_a is given without token_lora_indices")
     if M == 0:
         return y
@@ -302,13 +323,31 @@ def lora_decode(
         if not why:
             choose(name, x.device, "cuda")
             _check_all(name, x, weight, lora_a, lora_b, token_lora_indices, active_lora_ids, bias, y)
-            _launch_cuda(x, weight, lora_a, lora_b, token_lora_indices, workspace, active_lora_ids, bias, y, config, slices, overlap_previous, use_pdl)
+            _launch_cuda(
+                x,
+                weight,
+                lora_a,
+                lora_b,
+                token_lora_indices,
+                workspace,
+                active_lora_ids,
+                bias,
+                y,
+                config,
+                slices,
+                overlap_previous,
+                use_pdl,
+            )
             return y
         if asked == "cuda":
             raise UnsupportedKernel(f"{name}: implementation=cuda asked, but {why}; use implementation='triton'")
+        if x.is_cuda and not interpreter_is_on():
+            _tell_once(f"{name} runs as Triton kernels: {why}")
     picked = choose(name, x.device, asked)
     if picked is Implementation.REFERENCE:
-        return y.copy_(lora_decode_ref(x, weight, lora_a, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias))
+        return y.copy_(
+            lora_decode_ref(x, weight, lora_a, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias)
+        )
     codes = workspace.codes[: M * K].view(M, K).view(torch.float8_e4m3fn)
     scale = workspace.scale[:M]
     pdl = use_pdl and picked is Implementation.TRITON and x.is_cuda and _device_facts(x.device.index or 0)[0] >= 90
@@ -317,7 +356,11 @@ def lora_decode(
         shrink = k1.config_for(M, K, rank, num_slots)
         shape = (shrink.splits, len(lora_a), M, rank)
         needed = shape[0] * shape[1] * shape[2] * shape[3]
-        check(needed <= workspace.h.numel(), name, f"workspace.h has {workspace.h.numel()} values, {needed} needed; raise max_h")
+        check(
+            needed <= workspace.h.numel(),
+            name,
+            f"workspace.h has {workspace.h.numel()} values, {needed} needed; raise max_h",
+        )
         h = workspace.h[:needed].view(shape)
         k1.lora_shrink(
             x, lora_a, token_lora_indices, active_lora_ids=active_lora_ids, out=h, quantize_to=(codes, scale), config=shrink,
@@ -333,6 +376,11 @@ def lora_decode(
     )  # fmt: skip
 
 
+@functools.cache
+def _tell_once(message: str) -> None:
+    logger.warning(message)
+
+
 def _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank) -> str:
     """Why the CUDA kernels cannot run these operands; empty when they can."""
     M, K = x.shape
@@ -340,7 +388,9 @@ def _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank) -> st
     if config.wgmma and capability != 90:
         return f"warpgroup MMAs exist on compute capability 9.0 only, this is {capability / 10}"
     if not is_legal(config, M, K, slices, rank, limit):
-        return f"M={M}, K={K}, slices={slices}, rank={rank} with {config} is not legal (K and slices in 16s, rank in 8s)"
+        return (
+            f"M={M}, K={K}, slices={slices}, rank={rank} with {config} is not legal (K and slices in 16s, rank in 8s)"
+        )
     if any(o.scales is not None for o in (*lora_a, *lora_b)):
         return "adapters are stored in FP8"
     aligned = [x, y, weight.values, *(o.values for o in (*lora_a, *lora_b))]
@@ -365,15 +415,25 @@ def _check_all(name, x, weight, lora_a, lora_b, indices, active, bias, y) -> Non
     num_slots, rank = k1.check_adapters(name, "lora_a", lora_a, x, K)
     k2.check_up_projection(name, lora_b, rank, N, x)
     for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
-        check(a.values.shape[1] == rank and b.values.shape[0] == num_slots, name, f"slice {i}: A {tuple(a.values.shape)}, B {tuple(b.values.shape)} do not fit {num_slots} slots of rank {rank}")
-        check(a.values.stride() == lora_a[0].values.stride(), name, f"lora_a[{i}] has strides {a.values.stride()}; all slices share strides")
+        check(
+            a.values.shape[1] == rank and b.values.shape[0] == num_slots,
+            name,
+            f"slice {i}: A {tuple(a.values.shape)}, B {tuple(b.values.shape)} do not fit {num_slots} slots of rank {rank}",
+        )
+        check(
+            a.values.stride() == lora_a[0].values.stride(),
+            name,
+            f"lora_a[{i}] has strides {a.values.stride()}; all slices share strides",
+        )
     check_tensor(name, "token_lora_indices", indices, dim=1, dtypes=(torch.int32,), device=x.device)
     check(indices.numel() >= M, name, f"token_lora_indices has {indices.numel()} entries for {M} tokens")
     if active is not None:
         check_tensor(name, "active_lora_ids", active, dim=1, dtypes=(torch.int32,), device=x.device)
 
 
-def _launch_cuda(x, weight, lora_a, lora_b, indices, workspace, active, bias, y, config, slices, overlap_previous, use_pdl) -> None:
+def _launch_cuda(
+    x, weight, lora_a, lora_b, indices, workspace, active, bias, y, config, slices, overlap_previous, use_pdl
+) -> None:
     M, K = x.shape
     N = weight.values.shape[0]
     has_lora = len(lora_a) > 0
@@ -383,10 +443,14 @@ def _launch_cuda(x, weight, lora_a, lora_b, indices, workspace, active, bias, y,
     _, num_sms, limit = _device_facts(index)
     splits = config.shrink_splits if has_lora else 1
     needed = splits * len(lora_a) * M * rank
-    check(needed <= workspace.h.numel(), "lora_decode", f"workspace.h has {workspace.h.numel()} values, {needed} needed; raise max_h")
+    check(
+        needed <= workspace.h.numel(),
+        "lora_decode",
+        f"workspace.h has {workspace.h.numel()} values, {needed} needed; raise max_h",
+    )
     padded = _token_tiles(M) * 8
     check(
-        padded * K <= workspace.codes.numel() and M <= workspace.scale.numel(),
+        padded * K <= workspace.codes.numel() and workspace.scale.numel() >= M,
         "lora_decode",
         f"workspace holds {workspace.codes.numel()} codes, {padded * K} needed; raise max_k",
     )
@@ -413,7 +477,21 @@ def _launch_cuda(x, weight, lora_a, lora_b, indices, workspace, active, bias, y,
     prologue = _kernel("prologue", tuple(prologue_macros(fp16, warps, M).items()), warps * 32, index)
     prologue.launch(
         M + shrink_blocks,
-        [p(x.data_ptr()), i64(x.stride(0)), i32(M), i32(K), codes, scale, h, ad, i32(M), i32(splits), i32(groups), ready, token],
+        [
+            p(x.data_ptr()),
+            i64(x.stride(0)),
+            i32(M),
+            i32(K),
+            codes,
+            scale,
+            h,
+            ad,
+            i32(M),
+            i32(splits),
+            i32(groups),
+            ready,
+            token,
+        ],
         dependent=use_pdl and overlap_previous,
     )
     gemm = _kernel("gemm", tuple(gemm_macros(fp16, config, M, rank).items()), gemm_threads(config, rank), index)

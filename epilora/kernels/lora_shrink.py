@@ -30,7 +30,9 @@ from .tiles import INTERPRETED, any_active, check, check_tensor, pad4, pick4
 MAX_RANK = 256
 
 
-def valid_slots_ref(token_lora_indices: torch.Tensor, num_slots: int, active_lora_ids: torch.Tensor | None = None) -> torch.Tensor:
+def valid_slots_ref(
+    token_lora_indices: torch.Tensor, num_slots: int, active_lora_ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """[M] int64 slots with everything outside 0 .. num_slots-1 (stale or padded rows) turned into -1.
 
     active_lora_ids: when given and without an entry >= 0, nobody has an adapter.
@@ -43,7 +45,10 @@ def valid_slots_ref(token_lora_indices: torch.Tensor, num_slots: int, active_lor
 
 
 def lora_shrink_ref(
-    x: torch.Tensor, lora_a: Sequence[Operand], token_lora_indices: torch.Tensor, active_lora_ids: torch.Tensor | None = None
+    x: torch.Tensor,
+    lora_a: Sequence[Operand],
+    token_lora_indices: torch.Tensor,
+    active_lora_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """h [S, M, R] fp32, summed over all of K; zero rows for tokens without an adapter."""
     num_slots, rank, _ = lora_a[0].values.shape
@@ -131,7 +136,9 @@ def _lora_shrink_kernel(
                         x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + kk[None, :],
                         mask=mine[:, None] & (kk[None, :] < k_to), other=0.0,
                     )  # fmt: skip  # [BLOCK_M, BLOCK_K]
-                    a = tl.load(a_rows + kk[:, None], mask=(offs_r[None, :] < R) & (kk[:, None] < k_to), other=0.0)  # [BLOCK_K, BLOCK_R]
+                    a = tl.load(
+                        a_rows + kk[:, None], mask=(offs_r[None, :] < R) & (kk[:, None] < k_to), other=0.0
+                    )  # [BLOCK_K, BLOCK_R]
                     acc = tl.dot(x, a.to(x.dtype), acc)
                 if A_IS_FP8:
                     s_ptr = pick4(sl, s0_ptr, s1_ptr, s2_ptr, s3_ptr)
@@ -141,15 +148,25 @@ def _lora_shrink_kernel(
             ordinal += leads.to(tl.int32)
 
 
-def check_adapters(function: str, name: str, operands: Sequence[Operand], x: torch.Tensor, last: int | None) -> tuple[int, int]:
+def check_adapters(
+    function: str, name: str, operands: Sequence[Operand], x: torch.Tensor, last: int | None
+) -> tuple[int, int]:
     """Check one adapter stack per slice ([L, rows, last] values, all of one dtype). Returns (L, rows of the first)."""
     check(1 <= len(operands) <= 4, function, f"{name} has {len(operands)} slices; allowed: 1 to 4")
     first = operands[0].values
     for i, operand in enumerate(operands):
         v = operand.values
         check_tensor(function, f"{name}[{i}]", v, dim=3, dtypes=(x.dtype, torch.float8_e4m3fn), device=x.device)
-        check(v.dtype == first.dtype, function, f"{name}[{i}] is {v.dtype}, {name}[0] is {first.dtype}; slices share one dtype")
-        check(v.shape[0] == first.shape[0], function, f"{name}[{i}] has {v.shape[0]} slots, {name}[0] has {first.shape[0]}")
+        check(
+            v.dtype == first.dtype,
+            function,
+            f"{name}[{i}] is {v.dtype}, {name}[0] is {first.dtype}; slices share one dtype",
+        )
+        check(
+            v.shape[0] == first.shape[0],
+            function,
+            f"{name}[{i}] has {v.shape[0]} slots, {name}[0] has {first.shape[0]}",
+        )
         if last is not None:
             check(v.shape[2] == last, function, f"{name}[{i}] has shape {tuple(v.shape)}; its last axis must be {last}")
         if v.dtype == torch.float8_e4m3fn:
@@ -190,16 +207,32 @@ def lora_shrink(
     M, K = x.shape
     num_slots, rank = check_adapters(name, "lora_a", lora_a, x, K)
     for i, operand in enumerate(lora_a):
-        check(operand.values.shape[1] == rank, name, f"lora_a[{i}] has rank {operand.values.shape[1]}, lora_a[0] has {rank}")
-        check(operand.values.stride() == lora_a[0].values.stride(), name, f"lora_a[{i}] has strides {operand.values.stride()}; all slices share strides")
+        check(
+            operand.values.shape[1] == rank,
+            name,
+            f"lora_a[{i}] has rank {operand.values.shape[1]}, lora_a[0] has {rank}",
+        )
+        check(
+            operand.values.stride() == lora_a[0].values.stride(),
+            name,
+            f"lora_a[{i}] has strides {operand.values.stride()}; all slices share strides",
+        )
     check(1 <= rank <= MAX_RANK, name, f"rank={rank}; allowed: 1 to {MAX_RANK}")
     check_tensor(name, "token_lora_indices", token_lora_indices, dim=1, dtypes=(torch.int32,), device=x.device)
-    check(token_lora_indices.numel() >= M, name, f"token_lora_indices has {token_lora_indices.numel()} entries for {M} tokens")
+    check(
+        token_lora_indices.numel() >= M,
+        name,
+        f"token_lora_indices has {token_lora_indices.numel()} entries for {M} tokens",
+    )
     config = config or config_for(M, K, rank, num_slots)
     check(is_legal(config), name, f"config={config} is not legal; see is_legal")
     shape = (config.splits, len(lora_a), M, rank)
     h = torch.empty(shape, dtype=torch.float32, device=x.device) if out is None else out
-    check(h.shape == shape and h.is_contiguous() and h.dtype == torch.float32, name, f"out is {h.dtype} {tuple(h.shape)}; needed: contiguous float32 {shape}")
+    check(
+        h.shape == shape and h.is_contiguous() and h.dtype == torch.float32,
+        name,
+        f"out is {h.dtype} {tuple(h.shape)}; needed: contiguous float32 {shape}",
+    )
     picked = choose(name, x.device, implementation)
     if M == 0:
         return h

@@ -29,14 +29,14 @@ def quantize_row(x_row_ptr, xq_row_ptr, x_scale_ptr, K, BLOCK_K: tl.constexpr, R
     largest = tl.zeros((BLOCK_K,), tl.float32)
     for k in range(0, K, BLOCK_K):
         x = tl.load(x_row_ptr + k + offs, mask=k + offs < K, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.where(x == x, tl.abs(x), 0.0))  # passes over NaN
+        largest = tl.maximum(largest, tl.where(x == x, tl.abs(x), 0.0))  # noqa: PLR0124  # passes over NaN
     amax = tl.max(largest, axis=0)
     scale = tl.maximum(tl.div_rn(amax, 448.0), 1.0 / (448.0 * 512.0))
     tl.store(x_scale_ptr, scale)
     for k in range(0, K, BLOCK_K):
         x = tl.load(x_row_ptr + k + offs, mask=k + offs < K, other=0.0).to(tl.float32)
         q = tl.div_rn(x, tl.zeros((BLOCK_K,), tl.float32) + scale)
-        q = tl.where(q == q, tl.minimum(tl.maximum(q, -448.0), 448.0), 448.0)
+        q = tl.where(q == q, tl.minimum(tl.maximum(q, -448.0), 448.0), 448.0)  # noqa: PLR0124
         tl.store(xq_row_ptr + k + offs, to_e4m3(q, ROUND_FIRST), mask=k + offs < K)
 
 
@@ -65,7 +65,11 @@ def quantize(
     scale = torch.empty((M, 1), dtype=torch.float32, device=x.device) if scale_out is None else scale_out
     check_tensor("quantize", "codes_out", codes, dim=2, dtypes=(torch.float8_e4m3fn,), device=x.device)
     check_tensor("quantize", "scale_out", scale, dtypes=(torch.float32,), device=x.device)
-    check(codes.shape == x.shape and codes.is_contiguous(), "quantize", f"codes_out is {tuple(codes.shape)}; needed: contiguous {(M, K)}")
+    check(
+        codes.shape == x.shape and codes.is_contiguous(),
+        "quantize",
+        f"codes_out is {tuple(codes.shape)}; needed: contiguous {(M, K)}",
+    )
     check(scale.numel() == M, "quantize", f"scale_out has {scale.numel()} values; needed: {M}")
     picked = choose("quantize", x.device, implementation)
     if M == 0:
@@ -76,5 +80,7 @@ def quantize(
         scale.copy_(ref_scale.view_as(scale))
         return codes, scale
     block = min(4096, triton.next_power_of_2(K))
-    _quantize_kernel[(M,)](x, x.stride(0), codes, scale, K, BLOCK_K=block, ROUND_FIRST=INTERPRETED, num_warps=8 if block >= 2048 else 4)
+    _quantize_kernel[(M,)](
+        x, x.stride(0), codes, scale, K, BLOCK_K=block, ROUND_FIRST=INTERPRETED, num_warps=8 if block >= 2048 else 4
+    )
     return codes, scale

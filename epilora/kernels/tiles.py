@@ -51,7 +51,9 @@ def to_e4m3(q, ROUND_FIRST: tl.constexpr):
         bits = q.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         small = (tl.abs(q) + 24576.0) - 24576.0  # 1.5 * 2**14: the fp32 grid there is 2**-9, e4m3's subnormal step
-        small = (small.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)  # -0 keeps its sign
+        small = (small.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(
+            tl.float32, bitcast=True
+        )  # -0 keeps its sign
         q = tl.where(tl.abs(q) < 0.015625, small, normal)
     return q.to(tl.float8e4nv)
 
@@ -62,7 +64,15 @@ def check(condition: bool, function: str, message: str) -> None:
         raise ValueError(f"{function}: {message}")
 
 
-def check_tensor(function: str, name: str, tensor: torch.Tensor, *, dim: int | None = None, dtypes: tuple[torch.dtype, ...] = (), device=None) -> None:
+def check_tensor(
+    function: str,
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    dim: int | None = None,
+    dtypes: tuple[torch.dtype, ...] = (),
+    device=None,
+) -> None:
     """Check a tensor argument: rank, dtype, device, and that its last axis is contiguous.
 
     Raises TypeError for a wrong type or dtype, ValueError for the rest; the message names argument, value and what is allowed.
@@ -78,7 +88,9 @@ def check_tensor(function: str, name: str, tensor: torch.Tensor, *, dim: int | N
     if device is not None and tensor.device != device:
         raise ValueError(f"{function}: {name} is on {tensor.device}; the other arguments are on {device}")
     if tensor.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(f"{function}: {name} is on {tensor.device}; kernels run on CUDA (or set TRITON_INTERPRET=1 before importing triton)")
+        raise ValueError(
+            f"{function}: {name} is on {tensor.device}; kernels run on CUDA (or set TRITON_INTERPRET=1 before importing triton)"
+        )
 
 
 def slice_ends(widths: list[int]) -> tuple[int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from kernel_cases import problem, rms_ratio
@@ -15,6 +17,7 @@ from epilora.kernels.lora_decode import (
     lora_decode,
     lora_decode_ref,
     num_stages,
+    tuned_entries,
 )
 from epilora.kernels.quantize import quantize_ref
 from epilora.quant.formats import ScaleAxis
@@ -120,7 +123,7 @@ def test_lora_decode_rejects(device, dtype):
         lora_decode(torch.zeros(33, 64, dtype=dtype, device=device), p.weight, workspace=ws)
     with pytest.raises(ValueError, match="1 slices of lora_a, 0 of lora_b"):
         lora_decode(p.x, p.weight, p.lora_a, [], p.slots, workspace=ws)
-    with pytest.raises(ValueError, match="workspace.h has 1 values"):
+    with pytest.raises(ValueError, match=r"workspace\.h has 1 values"):
         lora_decode(p.x, p.weight, *p.lora, workspace=DecodeWorkspace(device, max_k=64, max_h=1))
     with pytest.raises(ValueError, match=r"out is .*float32 \(4, 32\); needed"):
         lora_decode(p.x, p.weight, workspace=ws, out=torch.zeros(4, 32, device=device))
@@ -148,6 +151,23 @@ def test_config_for_models_is_legal():
                         assert is_legal(config_for(M, p.N, p.K, rank, 8), M, p.K, p.slices, rank), (p, M, rank)
 
 
+def test_config_for_takes_the_nearest_entry_of_the_table():
+    gpu = "NVIDIA H200"
+    entries = tuned_entries(gpu)
+    assert {e["M"] for e in entries} == {1, 4, 8, 16, 32}
+    one = config_for(1, 6144, 4096, 64, 8, device_name=gpu)
+    listed = [e["config"] for e in entries if (e["N"], e["K"], e["M"]) == (6144, 4096, 1)]
+    assert dataclasses.asdict(one) == listed[0]
+    assert config_for(3, 6144, 4096, 64, 8, device_name=gpu, distinct_adapters=2).shrink_groups == 2
+    many = config_for(20, 24576, 4096, 64, 32, device_name=gpu)
+    few = config_for(20, 24576, 4096, 64, 32, device_name=gpu, distinct_adapters=1)
+    assert (many.shrink_groups, few.shrink_groups) == (20, 1)
+    assert dataclasses.replace(many, shrink_groups=1) != few
+    assert config_for(1, 6144, 4096, 64, 8, device_name="another GPU") == config_for(1, 6144, 4096, 64, 8)
+    for entry in entries:
+        assert is_legal(DecodeConfig(**entry["config"]), entry["M"], entry["K"], [entry["N"]], entry["rank"]), entry
+
+
 def test_is_legal_refuses():
     config = DecodeConfig()
     assert is_legal(config, 1, 4096, [4096], 64)
@@ -157,6 +177,34 @@ def test_is_legal_refuses():
     assert not is_legal(config, 1, 4096, [4096], 12)
     assert not is_legal(DecodeConfig(stage_k=512, k_warps=16), 1, 4096, [4096], 64)
     assert num_stages(config, 16, 1, 64, 99 * 1024) < num_stages(config, 16, 1, 64, 227 * 1024)
+
+
+CONFIGS = [
+    DecodeConfig(2, 4, 512),
+    DecodeConfig(4, 2, 512, lora_warps=2),
+    DecodeConfig(1, 4, 512, shrink_groups=1, lora_warps=8, early=False),
+    DecodeConfig(2, 2, 512, wgmma=True),
+    DecodeConfig(3, 1, 512, wgmma=True, early=False, lora_warps=8),
+    DecodeConfig(4, 2, 1024, wgmma=True, window_kib=200),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("M", "K", "R"), [(1, 4096, 64), (9, 1104, 16), (32, 4096, 256)])
+def test_lora_decode_configs_repeat_their_bits(M, K, R, config):
+    """Up-projections that end after the main loop once met a barrier in parts: many calls, one answer."""
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    p = problem(M, K, (512, 128, 64), R, 8, kind="mixed", dtype=dtype, device=device)
+    ws = workspace(device, K, p)
+    ref = lora_decode_ref(p.x, p.weight, *p.lora)
+    first = lora_decode(p.x, p.weight, *p.lora, workspace=ws, config=config, implementation="cuda")
+    assert rms_ratio(first, ref) < LIMIT[dtype]
+    for i in range(50):
+        ws.h.fill_(float("nan"))
+        y = lora_decode(p.x, p.weight, *p.lora, workspace=ws, config=config, implementation="cuda", use_pdl=i % 2 == 0)
+        assert torch.equal(y, first), i
 
 
 @pytest.mark.gpu

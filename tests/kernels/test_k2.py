@@ -26,7 +26,7 @@ def inputs(p):
 def limit(dtype, out_dtype):
     """RMS error from rounding h once (and y once)."""
     eps = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-    return eps[dtype] + (eps[out_dtype] if out_dtype in eps else 0.0)
+    return eps[dtype] + eps.get(out_dtype, 0.0)
 
 
 @pytest.mark.parametrize("config", [NARROW, WIDE], ids=["swap_ab", "plain"])

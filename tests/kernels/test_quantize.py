@@ -51,7 +51,7 @@ def test_quantize_strided_rows_and_empty_batch(device):
 
 def test_quantize_rejects(device):
     x = torch.randn(4, 128, device=device)
-    with pytest.raises(TypeError, match="float32; allowed: torch.bfloat16, torch.float16"):
+    with pytest.raises(TypeError, match=r"float32; allowed: torch\.bfloat16, torch\.float16"):
         quantize(x)
     with pytest.raises(ValueError, match="last axis must be contiguous"):
         quantize(x.half().t())

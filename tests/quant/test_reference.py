@@ -7,7 +7,13 @@ import torch
 
 from epilora.quant.formats import E4M3_MIN_SCALE, Format, ScaleAxis
 from epilora.quant.operand import Operand
-from epilora.quant.reference import dequantize, encode_e4m3, quantize_per_token_ref, quantize_rows_ref, quantize_weight_ref
+from epilora.quant.reference import (
+    dequantize,
+    encode_e4m3,
+    quantize_per_token_ref,
+    quantize_rows_ref,
+    quantize_weight_ref,
+)
 
 
 def test_quantize_per_token_hand_worked():

@@ -48,7 +48,10 @@ def _library_candidates() -> list[str]:
         found += sorted(glob.glob(str(site / pattern)), reverse=True)
     for root in ("/usr/local/cuda", *sorted(glob.glob("/usr/local/cuda-*"), reverse=True)):
         found += sorted(glob.glob(f"{root}/lib64/libnvrtc.so.*"), reverse=True)
-    return [path for path in found if "builtins" not in path and "alt" not in os.path.basename(path)] + ["libnvrtc.so.13", "libnvrtc.so.12"]
+    return [path for path in found if "builtins" not in path and "alt" not in os.path.basename(path)] + [
+        "libnvrtc.so.13",
+        "libnvrtc.so.12",
+    ]
 
 
 @functools.cache
@@ -81,18 +84,33 @@ def compile_cubin(file_name: str, macros: Mapping[str, int], arch: str) -> tuple
         return _compile_nvrtc(lib, source, file_name, defines, arch)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        raise CudaError("no CUDA compiler: neither libnvrtc (part of CUDA builds of torch) nor nvcc was found; use implementation='triton'")
+        raise CudaError(
+            "no CUDA compiler: neither libnvrtc (part of CUDA builds of torch) nor nvcc was found; use implementation='triton'"
+        )
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.cubin"
         target = f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"
-        command = [nvcc, "-cubin", target, "-std=c++17", "-Xptxas", "-v", *defines, "-o", str(out), str(_HERE / file_name)]
+        command = [
+            nvcc,
+            "-cubin",
+            target,
+            "-std=c++17",
+            "-Xptxas",
+            "-v",
+            *defines,
+            "-o",
+            str(out),
+            str(_HERE / file_name),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CudaError(f"nvcc failed on {file_name} {defines} {arch}: {done.stdout}{done.stderr}")
         return out.read_bytes(), done.stdout + done.stderr
 
 
-def _compile_nvrtc(lib: ctypes.CDLL, source: str, file_name: str, defines: Sequence[str], arch: str) -> tuple[bytes, str]:
+def _compile_nvrtc(
+    lib: ctypes.CDLL, source: str, file_name: str, defines: Sequence[str], arch: str
+) -> tuple[bytes, str]:
     program = ctypes.c_void_p()
 
     def call(function: str, *args: object) -> None:
@@ -160,7 +178,9 @@ class TensorMap:
     `value` is what a kernel takes as a `const __grid_constant__` parameter. Raises CudaError when the driver refuses it.
     """
 
-    def __init__(self, address: int, dims: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]) -> None:
+    def __init__(
+        self, address: int, dims: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int, int]
+    ) -> None:
         raw = (ctypes.c_char * 192)()
         self.value = (ctypes.c_char * 128).from_buffer(raw, -ctypes.addressof(raw) % 64)
         _check(
@@ -198,7 +218,9 @@ class Kernel:
     function: its extern "C" name. num_threads: threads a block. Parameters are given as ctypes objects in order.
     """
 
-    def __init__(self, file_name: str, function: str, macros: Mapping[str, int], num_threads: int, device: torch.device) -> None:
+    def __init__(
+        self, file_name: str, function: str, macros: Mapping[str, int], num_threads: int, device: torch.device
+    ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         # warpgroup instructions exist for exactly one architecture, whose name ends in "a"
         cubin, self.log = compile_cubin(file_name, macros, f"sm_{major}{minor}" + ("a" if macros.get("WGMMA") else ""))
@@ -213,15 +235,27 @@ class Kernel:
         self._shared_limit = 48 * 1024
         self._attribute = _Attribute(_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1, b"")
 
-    def launch(self, grid: int, parameters: Sequence[ctypes._SimpleCData | ctypes.Structure], *, shared_bytes: int = 0, dependent: bool = False) -> None:
+    def launch(
+        self,
+        grid: int,
+        parameters: Sequence[ctypes._SimpleCData | ctypes.Structure],
+        *,
+        shared_bytes: int = 0,
+        dependent: bool = False,
+    ) -> None:
         """Launch `grid` blocks on torch's current stream. dependent: programmatic stream serialisation (may start early).
 
         Raises CudaError with the driver's reason.
         """
         if shared_bytes > self._shared_limit:
-            _check(_driver().cuFuncSetAttribute(self._function, _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED, shared_bytes), f"shared memory of {shared_bytes} bytes")
+            _check(
+                _driver().cuFuncSetAttribute(self._function, _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED, shared_bytes),
+                f"shared memory of {shared_bytes} bytes",
+            )
             self._shared_limit = shared_bytes
-        config = _LaunchConfig(grid, 1, 1, self.num_threads, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream)
+        config = _LaunchConfig(
+            grid, 1, 1, self.num_threads, 1, 1, shared_bytes, torch.cuda.current_stream().cuda_stream
+        )
         if dependent:
             config.attributes, config.num_attributes = ctypes.pointer(self._attribute), 1
         pointers = (ctypes.c_void_p * len(parameters))(*[ctypes.addressof(p) for p in parameters])

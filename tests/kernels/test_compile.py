@@ -1,0 +1,82 @@
+"""Decode kernels compile offline for every target; registers, spills and shared memory are printed and bounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from epilora.kernels import lora_decode as ld
+from epilora.kernels.cuda import driver
+
+SCRIPT = pathlib.Path(__file__).parent / "compile_decode.py"
+SHARED_LIMIT = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+KERNELS = {"quantize", "shrink", "shrink_fp8", "k2_few", "k2_fp8", "k2_many", "k2_base"}
+MAX_STACK_BYTES = 256  # K2's loop over the adapters of a tile keeps a few words there on some targets
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cc", sorted(SHARED_LIMIT))
+def test_triton_kernels_compile(cc):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = str(SCRIPT.parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(cc)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {row["kernel"] for row in rows} == KERNELS
+    for row in rows:
+        print(row)
+        assert row["registers"] <= 255, row
+        assert row["stack"] <= MAX_STACK_BYTES, row
+        assert row["shared"] <= SHARED_LIMIT[cc], row
+
+
+MMA, WGMMA = ld.DecodeConfig(), ld.DecodeConfig(k_warps=1, wgmma=True)
+# name -> (kernel's macros, threads a block); the same for one token and for the widest case
+CUDA_KERNELS = {
+    "prologue_1": (ld.prologue_macros(False, 4, 1), 128),
+    "prologue_32_fp16": (ld.prologue_macros(True, 8, 32), 256),
+    "quantise": (ld.prologue_macros(False, ld.QUANTISE_WARPS, 1), ld.QUANTISE_WARPS * 32),
+    "gemm_1": (ld.gemm_macros(False, MMA, 1, 64), ld.gemm_threads(MMA, 64)),
+    "gemm_32_r256": (ld.gemm_macros(False, MMA, 32, 256), ld.gemm_threads(MMA, 256)),
+    "gemm_16_base_fp16": (ld.gemm_macros(True, MMA, 16, 0), ld.gemm_threads(MMA, 0)),
+    "gemm_16_wgmma": (ld.gemm_macros(False, WGMMA, 16, 64), ld.gemm_threads(WGMMA, 64)),
+}
+
+
+# The other targets compile fewer, to save minutes; warpgroup MMAs exist on sm_90 only.
+ELSEWHERE = {"prologue_1", "gemm_1", "gemm_32_r256"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_cuda_kernels_compile(arch):
+    assert driver.compiler_name() is not None, "install CUDA's nvcc or the nvidia-cuda-nvrtc wheel to compile decode.cu"
+    for name, (macros, threads) in CUDA_KERNELS.items():
+        if arch != "sm_90" and name not in ELSEWHERE:
+            continue
+        cubin, log = driver.compile_cubin("decode.cu", macros, arch + ("a" if macros.get("WGMMA") else ""))
+        found = driver.resources(log)
+        print({"kernel": name, "arch": arch, **found, "bytes": len(cubin)})
+        assert cubin[:4] == b"\x7fELF"
+        assert found["registers"] * threads <= 65536, (name, found)
+        assert found["spill_bytes"] <= 256, (name, found)
+
+
+def test_cuda_compile_error_tells_what_and_where():
+    with pytest.raises(driver.CudaError, match=r"decode\.cu.*KC"):
+        driver.compile_cubin("decode.cu", ld.gemm_macros(False, MMA, 1, 0) | {"KC": -1}, "sm_90")
+
+
+def test_resources_reads_a_log():
+    log = "ptxas info : 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nptxas info : Used 96 registers, used 1 barriers"
+    assert driver.resources(log) == {"registers": 96, "spill_bytes": 16}
+    with pytest.raises(ValueError, match="no register count"):
+        driver.resources("nothing")

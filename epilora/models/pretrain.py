@@ -21,7 +21,7 @@ from epilora.tasks.arithmetic import Addition, Maximum, Subtraction
 from .char_tokenizer import EOS_ID, PAD_ID, VOCABULARY, encode, save_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
 TASKS = (Addition, Subtraction, Maximum)
 MAX_TEXT_TOKENS = 15  # "max(12,47)=" + 3 digits + end
@@ -41,7 +41,7 @@ class PretrainConfig:
     decay_fraction: float = 0.3  # the last part of the run in which both rates fall linearly to 0
 
 
-def model_config() -> object:
+def model_config() -> Qwen3Config:
     """The transformers config of the tiny model."""
     from transformers import Qwen3Config
 
@@ -145,7 +145,7 @@ def save_model(model: Qwen3ForCausalLM, folder: Path, dtype: torch.dtype = torch
 
     bf16 by default: an engine of any dtype then quantises the same numbers, so all have the same FP8 codes.
     """
-    model = model.to(dtype)
+    torch.nn.Module.to(model, dtype)
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.save_pretrained(folder)

@@ -89,9 +89,13 @@ def load_task(path: str, **options: Any) -> Task:
         target = target(**options)
     elif options:
         raise TypeError(f"{path} is a finished task object and takes no options, got {sorted(options)}")
-    missing = [name for name in ("size", "problem", "score", "well_formed") if not callable(getattr(target, name, None))]
+    missing = [
+        name for name in ("size", "problem", "score", "well_formed") if not callable(getattr(target, name, None))
+    ]
     if missing:
-        raise TypeError(f"{path}: {type(target).__name__} lacks {missing}; a task has name, size, problem, score and well_formed")
+        raise TypeError(
+            f"{path}: {type(target).__name__} lacks {missing}; a task has name, size, problem, score and well_formed"
+        )
     return target
 
 

@@ -108,7 +108,7 @@ class BaseProjection:
 
 class _LoraProjection(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 (autograd passes positions)
+    def forward(
         ctx: Any,
         x_MK: torch.Tensor,
         a_RK: torch.Tensor | None,

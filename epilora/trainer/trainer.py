@@ -348,7 +348,7 @@ def _check_rollout(rollout: Rollout) -> None:
 
 def _sampler_heads(rollouts: Sequence[Rollout], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and log-probabilities of the sampler's likeliest tokens, padded with id 0 and -inf, [T, H] each."""
-    tops = []
+    tops: list[dict[int, float]] = []
     for rollout in rollouts:
         if len(rollout.top_logprobs) != len(rollout.token_ids):
             raise ValueError(

@@ -94,6 +94,7 @@ def test_slices_of_a_packed_weight() -> None:
     operand = _operand("channel")
     part = slice_rows(operand, 4, 12)
     assert part.values.data_ptr() == operand.values[4:].data_ptr()  # a view, not a copy
+    assert part.scales.data_ptr() == operand.scales[4:].data_ptr()
     assert torch.equal(dequantize(part), dequantize(operand)[4:12])
     blocks = _operand("block")
     assert torch.equal(dequantize(slice_rows(blocks, 4, 12)), dequantize(blocks)[4:12])

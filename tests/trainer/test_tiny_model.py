@@ -157,12 +157,11 @@ def test_the_full_rl_run_learns_for_three_seeds(tiny: LoraTrainer) -> None:
 
 
 def test_pretraining_is_reproducible_from_its_seed_and_learns(tmp_path: Path) -> None:
-    config = PretrainConfig(steps=25, batch_size=48, warmup_steps=5)
-    model, losses = pretrain(config)
-    again, losses_again = pretrain(config)
-    assert losses == losses_again
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    other = pretrain(PretrainConfig(seed=1, steps=2, batch_size=48, warmup_steps=5))[1]
+    model, losses = pretrain(PretrainConfig(steps=25, batch_size=48, warmup_steps=5))
+    # Before the rates fall (at step 17 of 25) the number of steps plays no part.
+    again = pretrain(PretrainConfig(steps=8, batch_size=48, warmup_steps=5, decay_fraction=0.0))[1]
+    assert losses[:8] == again
+    other = pretrain(PretrainConfig(seed=1, steps=2, batch_size=48, warmup_steps=5, decay_fraction=0.0))[1]
     assert other != losses[:2]
     assert losses[0] > 3.0
     assert sum(losses[-5:]) / 5 < 1.8

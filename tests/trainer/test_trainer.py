@@ -153,6 +153,27 @@ def test_mismatch_is_measured_against_the_sampler(trainer: LoraTrainer) -> None:
     assert metrics["correction_weight_mean"] == pytest.approx(1.5)
 
 
+def test_the_importance_weight_scales_the_gradient(trainer: LoraTrainer) -> None:
+    """Rollouts whose sampler gave every token half the trainer's probability: weight 2, cut to 1.5."""
+    norms = []
+    for loss in ({}, {"correction": "tis_token", "tis_cap": 1.5}, {"correction": "tis_token", "tis_cap": 3.0}):
+        trainer.close_session("s")
+        trainer.open_session("s", SPEC, ADAM, seed=1)
+        groups = [
+            dataclasses.replace(
+                g,
+                rollouts=tuple(
+                    dataclasses.replace(r, rollout_logprobs=tuple(x - math.log(2.0) for x in r.rollout_logprobs))
+                    for r in g.rollouts
+                ),
+            )
+            for g in rollout_groups(trainer, "s")
+        ]
+        norms.append(trainer.train_rl("s", groups, loss)["grad_norm"])
+    assert norms[1] / norms[0] == pytest.approx(1.5, rel=1e-4)
+    assert norms[2] / norms[0] == pytest.approx(2.0, rel=1e-4)
+
+
 def test_corrections_and_centering_run_on_noisy_rollouts(trainer: LoraTrainer) -> None:
     trainer.open_session("s", SPEC, ADAM, seed=1)
     groups = rollout_groups(trainer, "s", noise=0.6, tops=5)

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from benchmarks import report
 from benchmarks.harness import SCHEMA_VERSION, command_line, write_results
 from benchmarks.kernels.summary import FIGURES, Figure, adapter_case, figure_value, summarise
 
@@ -90,3 +91,33 @@ def test_written_file_reads_back(tmp_path):
 
 def test_command_line_names_no_places():
     assert command_line("python -m x", ["--out", "/a/b/c.json", "--n", "3"]) == "python -m x --out c.json --n 3"
+
+
+def test_report_tables_hold_medians_ratios_and_failures(tmp_path):
+    rows = rows_of("a", epilora=10.0, vllm_lora_default_one_stream=40.0, vllm_no_adapter=8.0)
+    for row in rows:
+        row |= {"unit": "us", "floor_us": 5.0}
+    rows.append(
+        {
+            "case": adapter_case(1),
+            "M": 1,
+            "provider": "marlin",
+            "unit": "us",
+            "samples_us": [],
+            "failure": "absent",
+            "run_id": "a",
+        }
+    )
+    text = report.markdown({"rows": rows, "summary": {"x": None}, "commit": "c"}, "name")
+    assert "| epilora | 10.0 | 9.4 | 13.0 | 1.250 | 0.250 | 50% |" in text
+    assert "| marlin | failed: absent |" in text
+    assert "| x | not measured |" in text
+    report.plot(rows, "title", tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_percentile():
+    assert report.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert report.percentile([0.0, 10.0], 0.2) == 2.0
+    with pytest.raises(ValueError, match="no samples"):
+        report.percentile([], 0.5)

@@ -67,13 +67,17 @@ class SharedFile:
         finally:
             os.close(descriptor)
         self.views: list[torch.Tensor] = []
-        for shared, offset in zip(tensors, self.offsets, strict=True):
-            source = shared.bytes_view
-            view = torch.frombuffer(self._map, dtype=source.dtype, count=source.numel(), offset=offset)
-            view = view.view(source.shape)
-            view.copy_(source)
-            self.views.append(view)
-        self._protect()
+        try:
+            for shared, offset in zip(tensors, self.offsets, strict=True):
+                source = shared.bytes_view
+                view = torch.frombuffer(self._map, dtype=source.dtype, count=source.numel(), offset=offset)
+                view = view.view(source.shape)
+                view.copy_(source)
+                self.views.append(view)
+            self._protect()
+        except BaseException:
+            self.unlink()
+            raise
 
     def _protect(self) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

@@ -65,6 +65,12 @@ def test_too_large_is_refused_with_the_numbers(path, monkeypatch):
     assert not os.path.exists(path)
 
 
+def test_a_failed_copy_leaves_no_file(path):
+    with pytest.raises(ValueError, match="must not be 0"):
+        SharedFile(path, [SharedTensor(torch.ones(3)), SharedTensor(torch.empty(0))])
+    assert not os.path.exists(path)
+
+
 def test_dropped_pages_are_zero_and_leave_memory():
     def resident() -> int:
         with open("/proc/self/statm") as file:

@@ -57,3 +57,31 @@ def test_quantize_rejects(device):
         quantize(x.half().t())
     with pytest.raises(ValueError, match="scale_out has 3 values; needed: 4"):
         quantize(x.half(), scale_out=torch.zeros(3, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+def test_quantize_equals_vllm(source):
+    """Codes and scales of vLLM's own op, bit for bit: Triton kernel, decode prologue and reference alike."""
+    import vllm._custom_ops as ops
+
+    from epilora.kernels.lora_decode import DecodeWorkspace, lora_decode
+    from epilora.quant.reference import quantize_weight_ref
+
+    device = torch.device("cuda", 0)
+    x = torch.randn(24, 4096, device=device) * torch.logspace(-7, 4, 24, device=device)[:, None]
+    x = x.to(source)
+    x[1] = 0
+    x[2, 7], x[3, 9] = torch.finfo(source).max, torch.finfo(source).tiny
+    x[4, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")], dtype=source, device=device)
+    x[5, 0] = float("nan")
+    theirs, their_scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    workspace = DecodeWorkspace(device, max_k=4096, max_h=1)
+    lora_decode(
+        x, quantize_weight_ref(torch.randn(32, 4096, device=device)), workspace=workspace, implementation="cuda"
+    )
+    decode = workspace.codes[: 24 * 4096].view(24, 4096), workspace.scale[:24]
+    for codes, scale in (quantize(x), quantize_ref(x), decode):
+        assert torch.equal(scale.view(-1), their_scale.view(-1))
+        assert torch.equal(codes.view(torch.uint8), theirs.view(torch.uint8))

@@ -8,8 +8,11 @@ not in a silently different base. Trainers map the same file; the pages exist on
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
+import pathlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +53,8 @@ class SharedFile:
             size += -(-shared.bytes_view.nbytes // PAGE_BYTES) * PAGE_BYTES
         self.num_bytes = max(size, PAGE_BYTES)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # held while this process lives: `remove_abandoned` reads it
+        self._lock: int | None = descriptor
         try:
             try:
                 os.posix_fallocate(descriptor, 0, self.num_bytes)  # now, rather than a SIGBUS when a page is touched
@@ -62,10 +67,8 @@ class SharedFile:
                 ) from err
             self._map = mmap.mmap(descriptor, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
-            os.unlink(path)
+            self.unlink()
             raise
-        finally:
-            os.close(descriptor)
         self.views: list[torch.Tensor] = []
         try:
             for shared, offset in zip(tensors, self.offsets, strict=True):
@@ -97,8 +100,36 @@ class SharedFile:
 
     def unlink(self) -> None:
         """Remove the file's name; the memory is freed when the last mapping goes. Repeated calls do nothing."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if os.path.exists(self.path):
             os.unlink(self.path)
+
+
+def remove_abandoned(folder: str, prefix: str) -> list[str]:
+    """Remove files `prefix*` whose engine was killed before it could (nobody holds their lock); their paths.
+
+    Files younger than a minute are left: their maker may not have taken the lock yet.
+    """
+    removed = []
+    for path in sorted(pathlib.Path(folder).glob(f"{prefix}*.weights")):
+        try:
+            if time.time() - path.stat().st_mtime < 60:
+                continue
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:  # its engine ended just now
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            path.unlink(missing_ok=True)
+            removed.append(str(path))
+        finally:
+            os.close(descriptor)
+    return removed
 
 
 def drop_pages(tensor: torch.Tensor, keep_fraction: float = 0.0) -> int:

@@ -11,6 +11,7 @@ not show.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -26,10 +27,12 @@ from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
 from epilora.quant.manifest import WeightEntry, WeightManifest
 
 from . import compat
-from .sharing import SharedFile, SharedTensor, drop_pages
+from .sharing import SharedFile, SharedTensor, drop_pages, remove_abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 KINDS = ("tenant", "rollout")
 _SCALE = "weight_scale"
@@ -99,7 +102,9 @@ class WorkerExtension:
                     " quantise the base (fp8_per_channel)"
                 )
         rank, size = self.parallel_config.rank, self.parallel_config.world_size  # type: ignore[attr-defined]
-        path = os.path.join(folder, f"epilora-{engine}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights")
+        for abandoned in remove_abandoned(folder, "epilora-base-"):
+            logger.warning("removed %s: the engine that made it was killed", abandoned)
+        path = os.path.join(folder, f"epilora-base-{engine}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights")
         shared_file = SharedFile(path, [shared for _, _, shared, _ in listed])
         for (_, parameter, _, transposed), view in zip(listed, shared_file.views, strict=True):
             parameter.data = view.t() if transposed else view

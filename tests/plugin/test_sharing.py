@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epilora.errors import MemoryInfeasible
-from epilora.plugin.sharing import PAGE_BYTES, SharedFile, SharedTensor, drop_pages
+from epilora.plugin.sharing import PAGE_BYTES, SharedFile, SharedTensor, drop_pages, remove_abandoned
 
 SHM = "/dev/shm"
 
@@ -85,3 +85,23 @@ def test_dropped_pages_are_zero_and_leave_memory():
     assert tensor[(2 << 20) + 2048 : -2048].any().item() is False
     tensor.fill_(3.0)
     assert tensor.sum() == 3 * (8 << 20)
+
+
+def test_only_files_of_killed_engines_are_removed(tmp_path):
+    program = (
+        "import os, signal, sys, torch\n"
+        "from epilora.plugin.sharing import SharedFile, SharedTensor\n"
+        "shared = SharedFile(sys.argv[1], [SharedTensor(torch.ones(4))])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    dead, young, used = (str(tmp_path / f"epilora-base-{name}.weights") for name in ("dead", "young", "used"))
+    for path in (dead, young):
+        subprocess.run([sys.executable, "-c", program, path], check=False)
+    alive = SharedFile(used, [SharedTensor(torch.ones(4))])
+    (tmp_path / "someone-elses.weights").write_bytes(b"x")
+    for path in (dead, used, tmp_path / "someone-elses.weights"):
+        os.utime(path, (1, 1))
+    assert remove_abandoned(str(tmp_path), "epilora-base-") == [dead]
+    assert os.path.exists(young)
+    assert os.path.exists(used)
+    alive.unlink()

@@ -42,6 +42,12 @@ class EngineActor:
     async def load_adapter(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
         return await self._engine.load_adapter(version, tensors)
 
+    async def pin_adapter(self, digest: str, holder: str) -> None:
+        await self._engine.pin_adapter(digest, holder)
+
+    async def unpin_adapter(self, digest: str, holder: str) -> None:
+        await self._engine.unpin_adapter(digest, holder)
+
     async def unload_adapter(self, digest: str) -> None:
         await self._engine.unload_adapter(digest)
 

@@ -152,7 +152,7 @@ class RLLoop:
         for digest in (await self._engine.stats()).loaded:
             version = await self._store.resolve(digest)
             if version.name == self.name:
-                await self._engine.unload_adapter(digest)
+                await self._unload(digest)
 
     async def run(self) -> None:
         """Train until `rl.steps`. Cancelling leaves the last checkpoint, from which `resume=true` goes on."""
@@ -292,22 +292,28 @@ class RLLoop:
             self._checkpoints.save(state, await self._trainer.state(self.session))
         used = {version.digest} | {policy.version.digest for _, policy in self._pending}
         for digest in [d for d in self._retired if d not in used]:
-            await self._engine.unload_adapter(digest)
+            await self._unload(digest)
             self._retired.remove(digest)
 
     async def _load(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> None:
+        """Load a version and pin it: tenants' adapters make room for one another, never out of a policy's slot."""
         receipt = await self._engine.load_adapter(version, tensors)
         if receipt.readback_digest != receipt.expected_digest:
             raise EpiloraError(
                 f"{version.ref}: slot {receipt.slot} holds {receipt.readback_digest[:12]}, the version folds to "
                 f"{receipt.expected_digest[:12]}; the engine did not load what was published"
             )
+        await self._engine.pin_adapter(version.digest, self.name)
+
+    async def _unload(self, digest: str) -> None:
+        await self._engine.unpin_adapter(digest, self.name)
+        await self._engine.unload_adapter(digest)
 
     async def close(self, *, keep_policy: bool = True) -> None:
         """Free slots of retired versions and the trainer's session; the policy stays loaded if `keep_policy`."""
         for digest in self._retired:
-            await self._engine.unload_adapter(digest)
+            await self._unload(digest)
         self._retired.clear()
         if not keep_policy and self.policy is not None:
-            await self._engine.unload_adapter(self.policy.version.digest)
+            await self._unload(self.policy.version.digest)
         await self._trainer.close_session(self.session)

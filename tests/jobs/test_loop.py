@@ -24,6 +24,7 @@ class Engine:
         self.peak = 0
         self.batches: list[str] = []
         self.prefix_resets = 0
+        self.pins: set[tuple[str, str]] = set()
         self.kv: list[str] = []
         self.gate: asyncio.Event | None = None
         self.readback = ""
@@ -57,6 +58,12 @@ class Engine:
         self.loaded[version.digest] = version
         self.peak = max(self.peak, len(self.loaded))
         return LoadReceipt(version.digest, 0, self.readback or "same", "same", 1, 1, 0.1)
+
+    async def pin_adapter(self, digest, holder):
+        self.pins.add((digest, holder))
+
+    async def unpin_adapter(self, digest, holder):
+        self.pins.discard((digest, holder))
 
     async def unload_adapter(self, digest):
         del self.loaded[digest]
@@ -162,6 +169,7 @@ def test_synchronous_steps_sample_from_the_version_they_train(tmp_path: Path) ->
     assert versions == [1, 2, 3, 4, 5, 6]
     assert loop.policy.version.version == 7  # the initial one and one per step
     assert engine.peak == 2  # the current version and its successor
+    assert engine.pins == {(loop.policy.version.digest, "policy-run")}  # a tenant's load can never put the policy out
     assert set(engine.loaded) == {loop.policy.version.digest}
     expected = [sum(rollout_seed(0, step, i, j) % 2 for i in range(3) for j in range(2)) for step in range(6)]
     assert trainer.sessions[loop.session] == [0, *expected]

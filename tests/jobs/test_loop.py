@@ -26,7 +26,7 @@ class Engine:
         self.prefix_resets = 0
         self.pins: set[tuple[str, str]] = set()
         self.kv: list[str] = []
-        self.gate: asyncio.Event | None = None
+        self.hang_at_batch: int | None = None
         self.readback = ""
         self.answer_with: str | None = None
         self.aborted: list[str] = []
@@ -41,8 +41,8 @@ class Engine:
         digest = requests[0].adapter
         assert digest in self.loaded, "asked for a version that is not loaded"
         self.batches.append(digest)
-        if self.gate is not None:
-            await self.gate.wait()
+        if len(self.batches) == self.hang_at_batch:
+            await asyncio.Event().wait()
         assert digest in self.loaded, "version was unloaded while its batch was running"
         return [
             Completion(
@@ -248,14 +248,12 @@ def test_a_nan_reward_names_the_problem(tmp_path: Path) -> None:
 
 def test_cancelling_aborts_what_is_under_way_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     loop, engine, *_ = make(tmp_path, "rl.steps=50")
+    engine.hang_at_batch = 4
 
     async def cut() -> None:
         await loop.start()
         running = asyncio.create_task(loop.run())
-        while loop.step < 3:
-            await asyncio.sleep(0.001)
-        engine.gate = asyncio.Event()
-        while not engine.batches or len(engine.batches) <= loop.step:
+        while len(engine.batches) < 4:
             await asyncio.sleep(0.001)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -264,7 +262,7 @@ def test_cancelling_aborts_what_is_under_way_and_keeps_the_checkpoint(tmp_path: 
     asyncio.run(cut())
     assert len(engine.aborted) == 6
     state = json.loads(sorted(tmp_path.glob("checkpoints/step-*"))[-1].joinpath("loop.json").read_text())
-    assert state["step"] == loop.step
+    assert state["step"] == loop.step == 3
 
 
 def test_seeds_depend_on_every_part() -> None:

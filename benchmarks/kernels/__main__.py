@@ -1,12 +1,15 @@
 """`python -m benchmarks.kernels`: time the kernels on the GPU that is there and append to a results file.
 
-`--quick` keeps to the headline rows (under two minutes); without vLLM installed, `--no-vllm` leaves its rows out.
+The decode cases run here, the large batches, W8A16 and training in `large.py` afterwards, in a process of its own.
+`--quick` keeps to the headline decode rows (under two minutes); without vLLM installed, `--no-vllm` leaves its rows out.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
+import subprocess
 import sys
 
 from benchmarks.harness import Results, command_line
@@ -26,6 +29,7 @@ def main() -> None:
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=600.0, help="start no new case after this long")
+    parser.add_argument("--decode-only", action="store_true", help="leave out large.py")
     args = parser.parse_args()
     results = Results(args.results, summarise, command_line("python -m benchmarks.kernels", sys.argv[1:]))
     decode.run(
@@ -37,6 +41,10 @@ def main() -> None:
         seconds=args.seconds,
     )
     results.write()
+    if not args.quick and not args.decode_only:
+        large = [sys.executable, "-m", "benchmarks.kernels.large", "--out", str(args.results)]
+        subprocess.run(large, check=True)  # appends its rows to the same file
+        results.rows = json.loads(args.results.read_text())["rows"]
     for key, value in summarise(results.rows).items():
         if value is not None:
             print(f"{key} = {value}")

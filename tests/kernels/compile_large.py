@@ -64,6 +64,11 @@ def compile_kernel(
     return {"registers": registers, "stack": stack, "shared": built.metadata.shared}
 
 
+def tile(kind: str, rows: int, columns: int) -> str:
+    """Type of a tensor descriptor argument with this block."""
+    return f"tensordesc<{kind}[{rows},{columns}]>"
+
+
 def w8a16_constants(config: w8a16.W8A16Config, lora: int, slices: int, split_h: int, pdl: bool) -> dict:
     return {
         "R": 64,
@@ -82,7 +87,7 @@ def w8a16_constants(config: w8a16.W8A16Config, lora: int, slices: int, split_h: 
         "EVEN_N": True,
         "EVEN_K": True,
         "SWAP": config.swap,
-        "TMA": False,
+        "TMA": config.use_tma,
         "USE_PDL": pdl,
         "PREFETCH": 2 if pdl else 0,
     }
@@ -148,6 +153,8 @@ def cases(cc: int):
     )
     decode = w8a16.W8A16Config(16, 64, 256, True, 2, 1, 4, 3)
     yield "w8a16_decode", w8a16._w8a16_kernel, w8a16_constants(decode, 2, 3, 4, pdl), 4, 3, partial, launch
+    eight = w8a16.W8A16Config(8, 64, 256, True, 4, 1, 4, 3)
+    yield "w8a16_eight", w8a16._w8a16_kernel, w8a16_constants(eight, 2, 3, 4, pdl), 4, 3, partial, launch
     wide = w8a16.W8A16Config(128, 128, 64, True, 1, 8, 8, 2)
     yield "w8a16_wide", w8a16._w8a16_kernel, w8a16_constants(wide, 1, 3, 1, False), 8, 2, {}
     rows = 128 if cc in (90, 100) else 64  # what dx_config_for gives where a block has 99 KiB of shared memory
@@ -160,6 +167,16 @@ def cases(cc: int):
         2,
         {},
     )
+    if cc in (90, 100):  # the defaults for many tokens where a block has 227 KiB of shared memory
+        wide = w8a16.w8a16_config_for(4096, 4096, 4096)
+        types = {"w_ptr": tile("fp8e4nv", wide.block_n, wide.block_k)}
+        constants = w8a16_constants(wide, 1, 3, 1, False)
+        yield "w8a16_default", w8a16._w8a16_kernel, constants, wide.num_warps, wide.num_stages, types
+        dxc = training.dx_config_for(4096, 4096, 4096)
+        types = {"g_ptr": tile("bf16", dxc.block_m, dxc.block_n), "w_ptr": tile("fp8e4nv", dxc.block_n, dxc.block_k)}
+        constants = dx | {"BLOCK_M": dxc.block_m, "BLOCK_K": dxc.block_k, "BLOCK_N": dxc.block_n, "EVEN_N": True}
+        constants |= {"EVEN_K": True, "SWAP": dxc.swap, "TMA": True}
+        yield "train_dx_default", training._train_dx_kernel, constants, dxc.num_warps, dxc.num_stages, types
     yield (
         "widen_panel",
         training._widen_panel_kernel,

@@ -19,6 +19,7 @@ KERNELS = {
     "expand_small",
     "expand_large",
     "w8a16_decode",
+    "w8a16_eight",
     "w8a16_wide",
     "train_dx",
     "widen_panel",
@@ -36,7 +37,8 @@ def test_compiles_without_spills(cc):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert {row["kernel"] for row in rows} == KERNELS
+    wanted = KERNELS | ({"w8a16_default", "train_dx_default"} if cc in (90, 100) else set())
+    assert {row["kernel"] for row in rows} == wanted
     for row in rows:
         print(row)
         assert row["stack"] == 0, f"{row['kernel']} spills on sm_{cc}: {row}"

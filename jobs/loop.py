@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from epilora.config.schema import JobConfig, Placement
+from epilora.config.schema import Correction, JobConfig, Placement
 from epilora.errors import BaseMismatch, EpiloraError
 from epilora.tasks.base import checked_score
 from epilora.types import AdapterSpec, AdapterVersion, Completion, GenerateRequest, Rollout, RolloutGroup, Sampling
@@ -59,7 +59,9 @@ def rollout_seed(run_seed: int, step: int, problem: int, sample: int) -> int:
 
 def config_digest(config: JobConfig) -> str:
     """Of everything that a resumed run must keep."""
-    kept: dict[str, Any] = {key: asdict(getattr(config, key)) for key in ("lora", "optimizer", "loss", "task", "trainer")}
+    kept: dict[str, Any] = {
+        key: asdict(getattr(config, key)) for key in ("lora", "optimizer", "loss", "task", "trainer")
+    }
     kept["rl"] = {
         k: v for k, v in asdict(config.rl).items() if k not in ("steps", "min_step_s", "eval_every", "keep_checkpoints")
     }
@@ -185,6 +187,7 @@ class RLLoop:
         problems = [self._task.problem("train", cursor + i) for i in range(rl.prompts_per_step)]
         if self.config.deterministic:
             await self._engine.reset_prefix_cache()
+        centering = self.config.loss.correction is Correction.score_centering
         requests = [
             GenerateRequest(
                 request_id=f"rollout-{self.config.name}-{index}-{i}-{j}",
@@ -194,7 +197,7 @@ class RLLoop:
                     temperature=rl.temperature,
                     stop=tuple(rl.stop),
                     seed=rollout_seed(self.config.seed, index, i, j),
-                    logprobs=0,
+                    logprobs=self.config.loss.centering_top_k if centering else 0,
                 ),
                 adapter=policy.version.digest,
                 kind="rollout",
@@ -233,6 +236,7 @@ class RLLoop:
                     policy_step=policy.step,
                     finish_reason=completion.finish_reason,
                     text=completion.text,
+                    top_logprobs=completion.top_logprobs,
                 )
             )
         return RolloutGroup(problem.problem_id, tuple(rollouts))
@@ -244,8 +248,8 @@ class RLLoop:
         start = time.monotonic()
         if released:
             await self._engine.release_kv(0.0)
-        loss = asdict(self.config.loss)
-        loss["correction"] = self.config.loss.correction.value
+        loss = asdict(self.config.loss) | {"correction": self.config.loss.correction.value}
+        del loss["centering_top_k"]  # the engine's part of it, see `_sample`
         trained = await self._trainer.train_rl(self.session, batch.groups, loss)
         if released:
             await self._engine.restore_kv()

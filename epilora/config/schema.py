@@ -120,8 +120,14 @@ class LossConfig:
     clip_high: float = 0.2
     correction: Correction = Correction.none
     tis_cap: float = 2.0
+    mask_low: float = 0.5
+    mask_high: float = 2.0
+    centering_weight: str = "none"
     kl_coef: float = 0.0
     inner_steps: int = 1
+    advantage: str = "auto"
+    max_tokens: int = 0
+    centering_top_k: int = 20  # likeliest tokens the engine reports per position for score centering
 
 
 @dataclass

@@ -102,8 +102,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def server(cluster: Cluster) -> tuple[str, str]:
-    """(job id, API key) of a serving job; the first use starts engine, trainer, store and router."""
+def server(cluster: Cluster) -> tuple[str, str, str]:
+    """(job id, API key, log) of a serving job; the first use starts engine, trainer, store and router."""
     job = cluster.submit(
         "jobs.serve", "name=server", "tenants=[{name: acme, prompts_task: {path: 'epilora.tasks.arithmetic:addition'}}]"
     )
@@ -111,7 +111,7 @@ def server(cluster: Cluster) -> tuple[str, str]:
         lambda: ((text := cluster.client.get_job_logs(job)) and "curl" in text and text)
         or (cluster.client.get_job_status(job).is_terminal() and pytest.fail(text)), "the server"
     )  # fmt: skip
-    return job, re.search(r"^  acme\s+(\S+)$", logs, re.MULTILINE).group(1)
+    return job, re.search(r"^  acme\s+(\S+)$", logs, re.MULTILINE).group(1), logs
 
 
 class Asking(threading.Thread):
@@ -140,8 +140,20 @@ def metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_one_job_ends_while_another_and_the_tenants_go_on(cluster: Cluster, server: tuple[str, str]) -> None:
-    job, key = server
+def test_what_the_server_prints_works_as_it_is(server: tuple[str, str, str]) -> None:
+    _, _, log = server
+    curl = log[log.index("curl -s") : log.index("from openai")]
+    answer = json.loads(subprocess.run(["bash", "-c", curl], capture_output=True, text=True, check=True).stdout)
+    assert re.fullmatch(r"\d+", answer["choices"][0]["text"])
+    snippet = log[log.index("from openai") :].split("\n\n")[0]
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, check=True)
+    models, text = done.stdout.splitlines()
+    assert "tiny-arith" in models
+    assert text == answer["choices"][0]["text"]
+
+
+def test_one_job_ends_while_another_and_the_tenants_go_on(cluster: Cluster, server: tuple[str, str, str]) -> None:
+    job, key, _ = server
     cluster.client.stop_job(job)  # the router belongs to no job
     assert cluster.wait(job) == JobStatus.STOPPED
     tenant = Asking(key)
@@ -172,7 +184,7 @@ def test_one_job_ends_while_another_and_the_tenants_go_on(cluster: Cluster, serv
     assert [m["step"] for m in metrics(long_out)][-2:] == [done + 1, done + 2]
 
 
-def test_a_killed_deterministic_run_resumes_bit_for_bit(cluster: Cluster, server: tuple[str, str]) -> None:
+def test_a_killed_deterministic_run_resumes_bit_for_bit(cluster: Cluster, server: tuple[str, str, str]) -> None:
     whole_out, cut_out = cluster.out / "whole", cluster.out / "cut"
     settings = ("deterministic=true", "rl.steps=8", "rl.keep_checkpoints=100")
     cluster.succeed(cluster.submit("jobs.rl", "name=whole", f"out={whole_out}", *settings))

@@ -12,6 +12,7 @@ from actors.handles import LocalPart
 from epilora.config import load_config
 from epilora.errors import EpiloraError
 from epilora.tasks.base import Problem, RewardError
+from epilora.trainer.loss import LossConfig
 from epilora.types import AdapterSpec, AdapterVersion, Completion, EngineStats, LoadReceipt
 from jobs.loop import RLLoop, rollout_seed
 
@@ -46,7 +47,14 @@ class Engine:
         assert digest in self.loaded, "version was unloaded while its batch was running"
         return [
             Completion(
-                r.request_id, (1,), (2, 3), str(r.sampling.seed % 2), (-0.5, -0.5), "stop", self.answer_with or digest
+                r.request_id,
+                (1,),
+                (2, 3),
+                str(r.sampling.seed % 2),
+                (-0.5, -0.5),
+                "stop",
+                self.answer_with or digest,
+                top_logprobs=(((2, -0.5),) * r.sampling.logprobs,) * 2,
             )
             for r in requests
         ]
@@ -92,7 +100,8 @@ class Trainer:
         self.sessions.pop(session, None)
 
     def train_rl(self, session, groups, loss):
-        assert loss["correction"] == "none"
+        self.loss = loss
+        self.groups = groups
         self.sessions[session].append(sum(r.reward for g in groups for r in g.rollouts))
         return {"loss": 0.5, "mismatch/mean_abs_dlogp": 1e-7}
 
@@ -191,6 +200,23 @@ def test_kv_is_released_only_around_training_when_configured(tmp_path: Path) -> 
     loop, engine, *_ = make(tmp_path, "trainer.placement=shared_kv_released", "rl.steps=2")
     asyncio.run(start_and_run(loop))
     assert engine.kv == ["release", "restore"] * 2
+
+
+def test_the_trainer_gets_the_loss_as_configured(tmp_path: Path) -> None:
+    loop, _, trainer, *_ = make(
+        tmp_path, "rl.steps=1", "loss.name=dapo", "loss.correction=tis_token", "loss.clip_high=0.28"
+    )
+    asyncio.run(start_and_run(loop))
+    config = LossConfig.from_mapping(trainer.loss)  # every key is one the trainer knows
+    assert (config.name, config.correction, config.clip_high) == ("dapo", "tis_token", 0.28)
+    assert trainer.groups[0].rollouts[0].top_logprobs == ((), ())
+
+
+def test_score_centering_asks_the_engine_for_the_likeliest_tokens(tmp_path: Path) -> None:
+    loop, _, trainer, *_ = make(tmp_path, "rl.steps=1", "loss.correction=score_centering", "loss.centering_top_k=7")
+    asyncio.run(start_and_run(loop))
+    assert [len(pairs) for pairs in trainer.groups[0].rollouts[0].top_logprobs] == [7, 7]
+    assert LossConfig.from_mapping(trainer.loss).correction == "score_centering"
 
 
 def test_deterministic_mode_resets_the_prefix_cache_every_step(tmp_path: Path) -> None:

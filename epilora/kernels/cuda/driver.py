@@ -58,6 +58,9 @@ def _library_candidates() -> list[str]:
 def _nvrtc() -> ctypes.CDLL | None:
     for path in _library_candidates():
         try:
+            # NVRTC opens its builtins by name when it first compiles; a copy that is loaded already is found without a path.
+            for builtins in glob.glob(f"{os.path.dirname(path)}/libnvrtc-builtins.so.*") if "/" in path else ():
+                ctypes.CDLL(builtins)
             return ctypes.CDLL(path)
         except OSError:
             continue

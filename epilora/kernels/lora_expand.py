@@ -26,7 +26,7 @@ Source: section 3.1 and Appendix D of the EpiLoRA paper; the group arrays are th
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -776,3 +776,44 @@ def lora_expand_add(
         **({"launch_pdl": True} if pdl else {}),
     )
     return y
+
+
+def lora_beside_gemm(
+    gemm: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    lora_a: Sequence[Operand],
+    lora_b: Sequence[Operand],
+    groups: TokenGroups,
+    *,
+    side_stream: torch.cuda.Stream | None = None,
+    shrink: ShrinkConfig | None = None,
+    expand: ExpandConfig | None = None,
+    implementation: Implementation | str | None = None,
+) -> torch.Tensor:
+    """The hybrid path of one projection: the shrink, the vendor's GEMM, the expand-add into its output.
+
+    gemm: launches the base GEMM on the current stream and returns y [M, N] (quantisation included). x, lora_a, lora_b, groups:
+    as `lora_shrink_grouped` and `lora_expand_add`. side_stream: run the shrink there, beside the GEMM (the faster order on an
+    H200); None: before it, on the current stream, with the expand-add as the GEMM's programmatic dependent where the GPU
+    has that. Safe in eager mode and under graph capture; neither synchronises. Returns y. Raises as the two functions do.
+    """
+    M, K = x.shape
+    L, R, _ = lora_a[0].values.shape
+    config = shrink or shrink_config_for(M, len(lora_a), K, R, L)
+    # Allocated on the current stream, which joins the side stream before the last use: no block is handed on too early.
+    h = torch.empty(
+        (config.split_k, M, len(lora_a), R), dtype=x.dtype if config.split_k == 1 else torch.float32, device=x.device
+    )
+    if side_stream is None:
+        lora_shrink_grouped(x, lora_a, groups, out=h, config=config, implementation=implementation)
+        dependent = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] >= 9
+        return lora_expand_add(
+            gemm(), h, lora_b, groups, config=expand, use_pdl=dependent, implementation=implementation
+        )
+    current = torch.cuda.current_stream(x.device)
+    side_stream.wait_stream(current)
+    with torch.cuda.stream(side_stream):
+        lora_shrink_grouped(x, lora_a, groups, out=h, config=config, implementation=implementation)
+    y = gemm()
+    current.wait_stream(side_stream)
+    return lora_expand_add(y, h, lora_b, groups, config=expand, implementation=implementation)

@@ -14,8 +14,8 @@ workspace and the block that arrives last adds the parts in the order of K. The 
 order, and its last user sets it back to zero: a captured graph replays without resets and no block ever waits for
 another.
 
-Widening goes code -> fp16 -> fp32 -> bf16 because the direct conversion compiles to one-quarter-rate instructions on
-sm_90 (F2F.BF16.F16), which alone would cost as much time as streaming the weights.
+Widening goes code -> fp16 -> fp32 -> bf16: on sm_90 the direct conversion compiles to F2F.BF16.F16, one value at a time
+at a low rate, the way through fp32 to four ordinary instructions a pair.
 
 Left out: block scales and NVFP4 (refused by name), activations in FP8 (the fused FP8 GEMM has a file of its own).
 

@@ -17,6 +17,7 @@ from epilora.kernels.lora_expand import (
     group_tokens,
     is_legal_expand,
     is_legal_shrink,
+    lora_beside_gemm,
     lora_expand_add,
     lora_expand_add_ref,
     lora_shrink_grouped,
@@ -215,3 +216,17 @@ def test_reference_by_name_gives_the_same(device, dtype):
         y = torch.ones(17, 48, dtype=dtype, device=device)
         out.append(lora_expand_add(y, h, p.lora_b, groups, implementation=how).float())
     assert (out[0] - out[1]).abs().max() <= 4 * EPS[dtype] * out[1].abs().max()
+
+
+@pytest.mark.parametrize("two_streams", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_hybrid_path_of_one_projection(two_streams, device, dtype):
+    p = problem(23, 96, (32, 16), 8, 3, kind="mixed", dtype=dtype, device=device)
+    groups = group_tokens(p.slots, 3)
+    wide = (torch.randn(48, 96, device=device) * 0.1).to(dtype)
+    side = torch.cuda.Stream() if two_streams else None
+    y = lora_beside_gemm(lambda: p.x @ wide.t(), p.x, p.lora_a, p.lora_b, groups, side_stream=side)
+    h = lora_shrink_grouped(p.x, p.lora_a, groups)
+    want = lora_expand_add(p.x @ wide.t(), h, p.lora_b, groups)
+    assert torch.equal(y, want)
+    ref = lora_expand_add_ref(p.x @ wide.t(), lora_shrink_grouped_ref(p.x, p.lora_a, groups), p.lora_b, groups)
+    assert (y.float() - ref).abs().max() <= 2 * EPS[dtype] * ref.abs().max()

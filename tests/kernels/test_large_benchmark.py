@@ -60,3 +60,30 @@ def test_merge_appends_a_run_once_and_recomputes_the_summary(tmp_path, monkeypat
     assert kept["runs"][0]["command"] == "python -m x --out b.json"
     with pytest.raises(SystemExit, match="already in"):
         large.merge(tmp_path / "new.json")
+
+
+class Kept:
+    """Stands in for the results file: keeps the rows it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple] = []
+
+    def add(self, *args, **facts) -> None:
+        self.rows.append((args, facts))
+
+
+@pytest.mark.gpu
+def test_kernels_match_fp32_on_this_gpu():
+    kept = Kept()
+    large.check_kernels(kept, large.CHECKED)
+    (_, facts), *_ = kept.rows
+    assert len(facts["errors"]) == 52
+    assert all(name.endswith(":triton") for name in facts["calls_per_path"])
+
+
+@pytest.mark.gpu
+@pytest.mark.sm90
+def test_dependent_launches_keep_their_order_under_graphs():
+    kept = Kept()
+    large.part_stress(kept, rounds=100)
+    assert kept.rows[0][0][3] == [0.0]

@@ -230,3 +230,18 @@ def test_hybrid_path_of_one_projection(two_streams, device, dtype):
     assert torch.equal(y, want)
     ref = lora_expand_add_ref(p.x @ wide.t(), lora_shrink_grouped_ref(p.x, p.lora_a, groups), p.lora_b, groups)
     assert (y.float() - ref).abs().max() <= 2 * EPS[dtype] * ref.abs().max()
+
+
+def test_rows_without_an_adapter_take_no_tile_from_the_others(device, dtype):
+    """18 rows, one of them without an adapter, need every one of the grid's two row tiles for the other 17."""
+    p = problem(18, 64, (32,), 8, 1, kind="one", dtype=dtype, device=device)
+    slots = p.slots.clone()
+    slots[4] = -1
+    groups = stale(group_tokens(slots, 1), 18, 2)
+    assert num_row_tiles(18, 1, 16) == 2
+    h = lora_shrink_grouped(p.x, p.lora_a, groups, config=ShrinkConfig(16, 16, 32, 1, 4, 2))
+    y = torch.zeros(18, 32, dtype=dtype, device=device)
+    lora_expand_add(y, h, p.lora_b, groups, config=ExpandConfig(16, 32, 1, 4))
+    want = lora_expand_add_ref(torch.zeros_like(y), h.nan_to_num(0.0), p.lora_b, groups, round_h=True)
+    assert want[17].abs().sum() > 0
+    assert (y.float() - want).abs().max() <= EPS[dtype] * want.abs().max()

@@ -554,7 +554,14 @@ def shared_limit(device: torch.device) -> int:
     """Bytes of shared memory a block may use on `device` (a Hopper block's where kernels are interpreted)."""
     if device.type != "cuda":
         return HOPPER_SHARED_BYTES
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing from torch's stubs
+
+
+def _scales(operand: Operand) -> torch.Tensor:
+    """The scales of an operand that was checked to have them."""
+    assert operand.scales is not None, "checked before"
+    return operand.scales
 
 
 def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -646,7 +653,7 @@ def lora_shrink_grouped(
         return out
     scaled = lora_a[0].scales is not None
     values = _padded([a.values for a in lora_a])
-    scales = _padded([a.scales for a in lora_a]) if scaled else [groups.counts] * MAX_SLICES
+    scales = _padded([_scales(a) for a in lora_a]) if scaled else [groups.counts] * MAX_SLICES
     num_quant = M if quantize_to is not None else 0
     grid = (num_quant + num_row_tiles(M, L, config.block_m) * S * triton.cdiv(R, config.block_r) * config.split_k,)
     _lora_shrink_grouped_kernel[grid](
@@ -742,7 +749,7 @@ def lora_expand_add(
     pdl = use_pdl and picked is Implementation.TRITON
     scaled = lora_b[0].scales is not None
     values = _padded([b.values for b in lora_b])
-    scales = _padded([b.scales for b in lora_b]) if scaled else [groups.counts] * MAX_SLICES
+    scales = _padded([_scales(b) for b in lora_b]) if scaled else [groups.counts] * MAX_SLICES
     span = config.block_n * config.tiles_n
     block_r = max(16, triton.next_power_of_2(R))
     grid = (num_row_tiles(M, L, config.block_m) * sum(triton.cdiv(width, span) for width in widths),)

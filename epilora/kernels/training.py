@@ -36,7 +36,7 @@ import triton.language as tl
 from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
 from .dispatch import Implementation, choose
-from .lora_expand import HOPPER_SHARED_BYTES, MAX_RANK, _check_tokens, shared_limit
+from .lora_expand import HOPPER_SHARED_BYTES, MAX_RANK, _check_tokens, _scales, shared_limit
 from .w8a16 import LoraTerm, W8A16Config, _check_weight, _widen, w8a16_gemm, w8a16_gemm_ref
 
 PANEL_BYTES = 32 * 2**20  # of widened 16-bit values at a time; 16, 32 and 64 MiB measured on an H200: within 5 %
@@ -305,7 +305,7 @@ def widen_panel(weight: Operand, rows: slice, columns: slice, out: torch.Tensor)
     codes = weight.values[rows, columns]
     n, k = codes.shape
     channel = weight.axis is ScaleAxis.CHANNEL
-    scales = weight.scales.reshape(-1)[rows] if channel else weight.scales
+    scales = _scales(weight).reshape(-1)[rows] if channel else _scales(weight)
     grid = (triton.cdiv(k, 512), triton.cdiv(n, 16))
     _widen_panel_kernel[grid](
         codes,
@@ -378,6 +378,7 @@ def train_forward(
             torch.mm(x, panel.t(), out=y[:, rows])
         column = 0
         for s, b in enumerate(lora_b):
+            assert h is not None, "an adapter was given"
             y[:, column : column + b.shape[0]].addmm_(h[:, s * R : (s + 1) * R], b.t())
             column += b.shape[0]
         return y, h

@@ -45,6 +45,7 @@ from .lora_expand import (
     _check_tokens,
     _padded,
     _real,
+    _scales,
     shared_limit,
 )
 
@@ -645,7 +646,7 @@ def w8a16_gemm(
 
         codes = TensorDescriptor.from_tensor(weight.values, [config.block_n, config.block_k])
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    nothing = weight.scales
+    nothing = _scales(weight)
     parts = counters = nothing
     if config.split_k > 1:
         space = _workspace(x.device, tiles * config.split_k * config.block_m * config.block_n, tiles)
@@ -657,7 +658,7 @@ def w8a16_gemm(
         scaled = lora.lora_b[0].scales is not None
         h, split_h = lora.h, lora.h.shape[0]
         values = _padded([b.values for b in lora.lora_b])
-        scales = _padded([b.scales for b in lora.lora_b]) if scaled else [nothing] * 4
+        scales = _padded([_scales(b) for b in lora.lora_b]) if scaled else [nothing] * 4
         if lora.slots is not None and lora.groups is not None:
             slots, active, counts = lora.slots, lora.groups.active_slots, lora.groups.counts
     _w8a16_kernel[(tiles * config.split_k,)](

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jobs.recorder import read_metrics
 from jobs.statistics import percentile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,26 @@ def main_job_row(seed: int) -> dict[str, Any]:
     return {"case": "main_job", "seed": seed, "wall_s": wall_s, "result": result}
 
 
+VARIANTS = {
+    "w8a8_tis": ("engine.activations=w8a8", "loss.correction=tis_token"),
+    "staleness_1": ("rl.max_staleness=1",),
+}
+
+
+def variant_row(name: str) -> dict[str, Any]:
+    """The RL job alone under other settings, seed 0: its evaluation and every step's metrics."""
+    run_name = f"bench-{name.replace('_', '-')}"
+    run([sys.executable, "-m", "jobs.rl", "--config", "configs/rl_small.yaml", f"name={run_name}", *VARIANTS[name]])
+    result = json.loads((ROOT / "runs" / run_name / "result.json").read_text())
+    return {
+        "case": "variant",
+        "name": name,
+        "settings": VARIANTS[name],
+        "result": result,
+        "metrics": read_metrics(ROOT / "runs" / run_name),
+    }
+
+
 def mismatch_row(dtype: str, activations: str) -> dict[str, Any]:
     out = run([sys.executable, "-m", "benchmarks.mismatch_cpu", dtype, activations])
     return {"case": "mismatch", **json.loads(out.splitlines()[-1])}
@@ -102,6 +123,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "tenant_ttft_p99_ms_rl_on": percentile(ttft("rl_on"), 99),
         "tenant_ttft_p99_ms_rl_off": percentile(ttft("rl_off"), 99),
     }
+    for row in (r for r in rows if r["case"] == "variant"):
+        summary[f"accuracy_after_{row['name']}"] = row["result"]["eval_after"]["accuracy"]
     for dtype in ("float32", "float16", "bfloat16"):
         summary[f"mismatch_w8a8_over_w8a16_{dtype}"] = mismatch(dtype, "w8a8") / mismatch(dtype, "w8a16")
     return summary
@@ -123,6 +146,9 @@ def main() -> None:
     for seed in args.seeds:
         rows.append(main_job_row(seed))
         print(f"seed {seed}: {rows[-1]['wall_s']:.0f} s", flush=True)
+    for name in VARIANTS:
+        rows.append(variant_row(name))
+        print(f"{name}: {rows[-1]['result']['eval_after']['accuracy']:.3f}", flush=True)
     for dtype in ("float32", "float16", "bfloat16"):
         for activations in ("w8a8", "w8a16"):
             rows.append(mismatch_row(dtype, activations))

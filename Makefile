@@ -11,7 +11,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 MODEL ?= tiny
 ARGS ?=
 
-.PHONY: help setup quickstart serve test test-full test-gpu lint clean
+.PHONY: help setup quickstart serve test test-kernels test-system test-full test-gpu lint clean
 
 help:
 	@echo "make quickstart [MODEL=tiny|smollm2] [ARGS='key=value ...']   set up and run the whole system end to end"
@@ -39,11 +39,19 @@ quickstart: $(STAMP) $(model_$(MODEL))
 serve: $(STAMP) $(model_$(MODEL))
 	@$(PY) -m jobs.serve --config configs/quickstart_$(MODEL).yaml $(ARGS)
 
+# Two processes side by side: Triton's interpreter is switched on for a whole process, and there are two cores.
 test: $(STAMP)
-	@$(PY) -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(MAKE) --no-print-directory -j2 -Oline test-kernels test-system
+
+test-kernels: $(STAMP)
+	@$(PY) -m pytest -m "not slow and not gpu" tests/kernels tests/quant $(ARGS)
+
+test-system: $(STAMP)
+	@$(PY) -m pytest -m "not slow and not gpu" --ignore=tests/kernels --ignore=tests/quant $(ARGS)
 
 test-full: $(STAMP)
-	@$(PY) -m pytest -m "not gpu" $(ARGS)
+	@$(PY) -m pytest -m "not gpu" tests/kernels tests/quant $(ARGS)
+	@$(PY) -m pytest -m "not gpu" --ignore=tests/kernels --ignore=tests/quant $(ARGS)
 
 test-gpu:
 	@$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quickstart_cpu import RESULTS, summarise
+from benchmarks.readme import README, rewritten
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,6 +26,11 @@ def test_summary_is_recomputed_from_rows(document: dict) -> None:
 
 def test_named_commit_exists(document: dict) -> None:
     subprocess.run(["git", "cat-file", "-e", document["commit"]], cwd=ROOT, check=True)
+
+
+def test_readme_shows_what_the_results_files_say() -> None:
+    text = README.read_text()
+    assert rewritten(text) == text
 
 
 def test_bars(document: dict) -> None:

@@ -1,0 +1,122 @@
+"""Write the README's figures from the committed results files, so that no number in it is typed in.
+
+python -m benchmarks.readme            # rewrite the blocks between the markers
+python -m benchmarks.readme --check    # exit 1 if they are not what the results files give
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.report import table_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+KERNEL_ROWS = (
+    ("1 token, 1 adapter: time of the layer", "layer_m1_us", "{:.1f} us"),
+    ("1 token, 1 adapter, over vLLM's layer *without* an adapter", "layer_m1_over_no_adapter", "{:.2f}x"),
+    ("1 token, 1 adapter, over vLLM's fastest with one", "layer_m1_over_vllm_best", "{:.2f}x"),
+    ("8 tokens, the same", "layer_m8_over_vllm_best", "{:.2f}x"),
+    ("16 tokens, the same", "layer_m16_over_vllm_best", "{:.2f}x"),
+    ("16 tokens, over vLLM's layer without an adapter", "layer_m16_over_no_adapter", "{:.2f}x"),
+    ("no adapter, 1 token: our GEMM over quantise + CUTLASS", "gemm_m1_over_cutlass", "{:.2f}x"),
+    ("32 tokens, 1 adapter, over vLLM's fastest", "m32_1_over_vllm_best", "{:.2f}x"),
+    ("32 tokens, 32 adapters, over vLLM's fastest", "m32_32_over_vllm_best", "{:.2f}x"),
+    ("512 tokens, 32 adapters, over vLLM's fastest", "hybrid_512_32_over_vllm_best", "{:.2f}x"),
+    ("2,048 tokens, 32 adapters, over vLLM's fastest", "prefill_2048_32_over_vllm_best", "{:.2f}x"),
+    ("2,048 tokens, 32 adapters, over the vendor GEMM alone", "prefill_2048_32_over_vendor_gemm", "{:.2f}x"),
+    ("W8A16, 1 token, over Marlin", "w8a16_m1_over_marlin", "{:.2f}x"),
+    ("training forward, 4,096 tokens, over bf16 cuBLAS", "train_fwd_4096_over_bf16", "{:.2f}x"),
+    ("training backward, the same", "train_bwd_4096_over_bf16", "{:.2f}x"),
+)
+
+
+def quickstart_block(document: Mapping[str, Any]) -> str:
+    """Output of the seed-0 run, and what all runs of the file say."""
+    summary, machine = document["summary"], document["machine"]
+    jobs = [row["result"] for row in document["rows"] if row["case"] == "main_job"]
+    first = jobs[0]
+    lines = [
+        "![one run](docs/quickstart.png)",
+        "",
+        f"`{first['name']}`, {first['steps']} steps:",
+        "",
+        "| what | value |",
+        "|---|---|",
+    ]
+    lines += [f"| {what} | {value} |" for what, value in table_rows(first)]
+    stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in first["stages_s"].items())
+    lines += [
+        "",
+        f"Over {summary['seeds']} seeds: gain {summary['gain_points']:+.1f} points at least, {summary['gain_points_mean']:+.1f} in the "
+        f"mean; the main job takes {summary['main_job_s']:.0f} s at most and {summary['peak_rss_gb']:.1f} GB of resident memory, all "
+        f"processes added up, on {machine['cores']} cores ({machine['cpu']}). The split of the run above: {stages}.",
+        "",
+        "| also measured | |",
+        "|---|---|",
+        f"| accuracy after, W8A8 engine with truncated importance sampling | {100 * summary['accuracy_after_w8a8_tis']:.1f} % |",
+        f"| accuracy after, rollouts up to one optimizer step old | {100 * summary['accuracy_after_staleness_1']:.1f} % |",
+        f"| mean \\|dlogp\\| engine against trainer, fp32: W8A8 / matched | {summary['mismatch_w8a8']:.1e} / {summary['mismatch_w8a16']:.1e} |",
+    ]
+    for dtype in ("float32", "float16", "bfloat16"):
+        lines.append(f"| matched lowers it, {dtype} | {summary[f'mismatch_w8a8_over_w8a16_{dtype}']:,.1f}x |")
+    lines += [
+        f"| rollout tokens/s at 256 sequences over stock vLLM's CPU LoRA (with our matched base / on the same base) | "
+        f"{summary['cpu_lora_tokens_s_over_stock']:.2f}x / {summary['cpu_lora_same_base_over_stock']:.2f}x |",
+        f"| tenants' TTFT p99, RL off / on | {summary['tenant_ttft_p99_ms_rl_off']:.0f} / {summary['tenant_ttft_p99_ms_rl_on']:.0f} ms |",
+        "",
+        f"From [benchmarks/results/quickstart_cpu.json](benchmarks/results/quickstart_cpu.json), `{document['command']}`.",
+    ]
+    return "\n".join(lines)
+
+
+def kernels_block(document: Mapping[str, Any]) -> str:
+    """The kernels' summary, losses included."""
+    summary, versions = document["summary"], document["versions"]
+    lines = ["| one Qwen3-8B layer's four projections, FP8 base, rank 64 | |", "|---|---:|"]
+    for what, key, form in KERNEL_ROWS:
+        value = summary[key]
+        lines.append(f"| {what} | {'not measured' if value is None else form.format(value)} |")
+    lines += [
+        "",
+        f"{document['gpu']}, torch {versions['torch']}, vLLM {versions['vllm']}; vLLM's fastest is the best of default and tuned kernels on one "
+        "and two streams in the same run. From [benchmarks/results/kernels_h200.json](benchmarks/results/kernels_h200.json); "
+        "[benchmarks/LOG.md](benchmarks/LOG.md) says what the figures contain (the small-batch rows overlap consecutive projections) "
+        "and where the remaining microseconds are.",
+    ]
+    return "\n".join(lines)
+
+
+def rewritten(text: str) -> str:
+    """README text with its blocks as the results files give them. Raises ValueError if a marker is missing."""
+    blocks = {
+        "quickstart": quickstart_block(json.loads((RESULTS / "quickstart_cpu.json").read_text())),
+        "kernels": kernels_block(json.loads((RESULTS / "kernels_h200.json").read_text())),
+    }
+    for name, block in blocks.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if begin not in text or end not in text:
+            raise ValueError(f"README.md has no block {begin} ... {end}")
+        text = text[: text.index(begin) + len(begin)] + f"\n{block}\n" + text[text.index(end) :]
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    text = README.read_text()
+    new = rewritten(text)
+    if check:
+        sys.exit(0 if new == text else "README.md differs from the results files; run python -m benchmarks.readme")
+    README.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ def quickstart_block(document: Mapping[str, Any]) -> str:
         "| what | value |",
         "|---|---|",
     ]
-    lines += [f"| {what} | {value} |" for what, value in table_rows(first)]
+    lines += ["| {} | {} |".format(*(cell.replace("|", "\\|") for cell in row)) for row in table_rows(first)]
     stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in first["stages_s"].items())
     lines += [
         "",

@@ -1,0 +1,22 @@
+"""Every shipped configuration names objects that exist."""
+
+from pathlib import Path
+
+import pytest
+
+from epilora.config import load_config
+from epilora.loading import load_object
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_import_paths_exist(path: Path) -> None:
+    config = load_config(path)
+    sources = [config.task, *(t.task or t.prompts_task for t in config.tenants)]
+    assert sources
+    for source in sources:
+        assert callable(load_object(source.path))
+        for value in source.args.values():
+            if isinstance(value, str) and value.startswith("epilora."):
+                assert callable(load_object(value))

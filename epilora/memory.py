@@ -66,7 +66,8 @@ def mapping_report(path: str | Path) -> MappingReport:
 
 def _file_mappings(pid: int, smaps: str, name: str) -> list[Mapping]:
     result: list[Mapping] = []
-    permissions, sizes = "", None
+    permissions = ""
+    sizes: dict[str, int] | None = None
     for line in smaps.splitlines():
         header = _HEADER.match(line)
         if header:

@@ -47,6 +47,8 @@ def _files(path: Path) -> list:
             f"no configuration file {path}; those here: {sorted(str(p) for p in Path('configs').glob('*.yaml'))}"
         )
     layer = OmegaConf.load(path)
+    if not isinstance(layer, DictConfig):
+        raise ValueError(f"{path} holds {type(layer).__name__}; a configuration is a mapping of keys to values")
     base = layer.pop("extends", None)
     return [*(_files(path.parent / base) if base else []), layer]
 

@@ -214,7 +214,7 @@ def shared_bytes_of(device: torch.device) -> int:
     """Shared memory a block may have on `device`; a Hopper block's on the CPU (interpreter)."""
     if device.type != "cuda":
         return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in stubs
 
 
 def check_weight(function: str, weight: Operand, K: int, device: torch.device) -> None:
@@ -287,8 +287,9 @@ def fused_lora_gemm(
     check(y.shape == (M, N), name, f"out is {tuple(y.shape)}; needed: {(M, N)}")
     has_lora = h is not None
     widths, rank, splits, num_slots = [N], 16, 1, 1
-    if has_lora:
-        check(token_lora_indices is not None, name, "h is given without token_lora_indices")
+    if h is not None:
+        if token_lora_indices is None:
+            raise ValueError(f"{name}: h is given without token_lora_indices")
         check_tensor(name, "token_lora_indices", token_lora_indices, dim=1, dtypes=(torch.int32,), device=xq.device)
         check_tensor(name, "h", h, dim=4, dtypes=(torch.float32,), device=xq.device)
         splits, num_slices, tokens, rank = h.shape

@@ -33,7 +33,8 @@ class _Attribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    _fields_ = [(f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"] + [
+    _fields_ = [  # noqa: RUF012
+        *[(f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"],
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
@@ -241,7 +242,7 @@ class Kernel:
     def launch(
         self,
         grid: int,
-        parameters: Sequence[ctypes._SimpleCData | ctypes.Structure],
+        parameters: Sequence[ctypes._SimpleCData | ctypes.Structure | ctypes.Array],
         *,
         shared_bytes: int = 0,
         dependent: bool = False,

@@ -353,7 +353,7 @@ def lora_decode(
     pdl = use_pdl and picked is Implementation.TRITON and x.is_cuda and _device_facts(x.device.index or 0)[0] >= 90
     h = None
     if has_lora:
-        assert token_lora_indices is not None, "has_lora says that there are"
+        assert token_lora_indices is not None, "checked above: lora_a needs them"
         shrink = k1.config_for(M, K, rank, num_slots)
         shape = (shrink.splits, len(lora_a), M, rank)
         needed = shape[0] * shape[1] * shape[2] * shape[3]

@@ -33,7 +33,7 @@ class _Attribute(ctypes.Structure):
 
 
 class _LaunchConfig(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *[(f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"],
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),

@@ -120,6 +120,7 @@ class RLLoop:
         found = self._checkpoints.latest() if self.config.resume else None
         if found is None:
             await self._publish()
+            await self._settle()
             return
         state, trainer_state = found
         if state.config_digest != self._config_digest:
@@ -172,10 +173,11 @@ class RLLoop:
                 batch = await self._pending[0][0]
                 self._pending.popleft()
                 metrics = await self._train(batch)
-                if rl.min_step_s:
-                    await asyncio.sleep(max(0.0, rl.min_step_s - (time.monotonic() - start)))
                 metrics["time/step_s"] = time.monotonic() - start
                 self._record(self.step, metrics)
+                await self._settle()
+                if rl.min_step_s:
+                    await asyncio.sleep(max(0.0, rl.min_step_s - (time.monotonic() - start)))
         finally:
             for task, _ in self._pending:
                 task.cancel()
@@ -275,7 +277,7 @@ class RLLoop:
         }
 
     async def _publish(self) -> None:
-        """Publish the session's adapter as a new version, load it, make it the policy, free what nothing uses any more."""
+        """Publish the session's adapter as a new version, load it, make it the policy."""
         spec, tensors = await self._trainer.adapter(self.session)
         version = await self._store.publish(
             self.name,
@@ -291,10 +293,17 @@ class RLLoop:
         old, self.policy = self.policy, Policy(version, self.step)
         if old is not None and old.version.digest != version.digest:
             self._retired.append(old.version.digest)
+
+    async def _settle(self) -> None:
+        """Save the step that was just recorded, then free what nothing uses any more.
+
+        In this order: a crash in between repeats a recorded step, it never loses one.
+        """
+        assert self.policy is not None
         if self.step % self.config.rl.checkpoint_every == 0 or self.step == self.config.rl.steps:
-            state = LoopState(self.step, self.cursor, version.digest, self._config_digest)
+            state = LoopState(self.step, self.cursor, self.policy.version.digest, self._config_digest)
             self._checkpoints.save(state, await self._trainer.state(self.session))
-        used = {version.digest} | {policy.version.digest for _, policy in self._pending}
+        used = {self.policy.version.digest} | {policy.version.digest for _, policy in self._pending}
         for digest in [d for d in self._retired if d not in used]:
             await self._unload(digest)
             self._retired.remove(digest)

@@ -240,6 +240,26 @@ def test_a_killed_run_resumes_and_ends_like_an_uninterrupted_one(tmp_path: Path)
     assert not left_over & set(engine.loaded)
 
 
+def test_a_crash_between_record_and_checkpoint_repeats_the_step_and_loses_none(tmp_path: Path) -> None:
+    first, engine, trainer, store, records = make(tmp_path)
+
+    def power_cut(session):
+        if len(records) == 3:
+            raise OSError("power cut")
+        return json.dumps(trainer.sessions[session]).encode()
+
+    trainer.state = power_cut
+    with pytest.raises(OSError, match="power cut"):
+        asyncio.run(start_and_run(first))
+    assert [step for step, _ in records] == [1, 2, 3]
+    second, _, _, _, later = make(tmp_path, "resume=true", parts=(engine, Trainer(), store))
+    asyncio.run(start_and_run(second))
+    assert [step for step, _ in later] == [3, 4, 5, 6]
+    whole, *_ = make(tmp_path / "whole")
+    asyncio.run(start_and_run(whole))
+    assert second.policy.version.digest == whole.policy.version.digest
+
+
 def test_resume_refuses_other_settings(tmp_path: Path) -> None:
     first, engine, _, store, _ = make(tmp_path, "rl.steps=2")
     asyncio.run(start_and_run(first))

@@ -14,6 +14,8 @@ import pytest
 from safetensors import safe_open
 
 from epilora.memory import descendants
+from epilora.store import AdapterStore
+from jobs.recorder import read_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,8 +85,11 @@ def test_ctrl_c_stops_everything_and_the_run_goes_on_later(tmp_path: Path) -> No
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output[-4000:]
     run = tmp_path / "run"
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records] == list(range(1, done + 4))  # no step lost, none done twice
+    assert [r["step"] for r in read_metrics(run)] == list(range(1, done + 4))  # no step lost
+    published = AdapterStore(tmp_path / "store").versions("policy-quickstart", owner="job:quickstart")
+    steps_published = [v.metadata["step"] for v in published]
+    assert steps_published == sorted(steps_published)
+    assert set(steps_published) == set(range(done + 4))  # and no version
     result = json.loads((run / "result.json").read_text())
     assert result["checksum_equal"]
     assert result["base_read_only"]

@@ -47,7 +47,7 @@ test-kernels: $(STAMP)
 	@$(PY) -m pytest -m "not slow and not gpu" tests/kernels tests/quant $(ARGS)
 
 test-system: $(STAMP)
-	@$(PY) -m pytest -m "not slow and not gpu" --ignore=tests/kernels --ignore=tests/quant $(ARGS)
+	@$(PY) -m pytest -m "not slow and not gpu" --durations=12 --ignore=tests/kernels --ignore=tests/quant $(ARGS)
 
 test-full: $(STAMP)
 	@$(PY) -m pytest -m "not gpu" tests/kernels tests/quant $(ARGS)

@@ -78,7 +78,7 @@ def test_ctrl_c_stops_everything_and_the_run_goes_on_later(tmp_path: Path) -> No
     assert "go on with resume=true" in output
     time.sleep(2)
     assert alive(tree) == []
-    assert set(Path("/dev/shm").glob("epilora*")) == shared_before
+    assert set(Path("/dev/shm").glob("epilora*")) - shared_before == set()
 
     done = steps(tmp_path)
     process = start(tmp_path, "resume=true", f"rl.steps={done + 3}")

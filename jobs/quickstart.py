@@ -35,8 +35,6 @@ from jobs.statistics import percentile
 from jobs.system import System
 from jobs.traffic import Answer, Tenant, Traffic
 
-TENANT_PROMPTS = 32  # questions a tenant cycles through
-
 
 class Stages:
     """Seconds each part of the job took, printed as they end."""
@@ -180,7 +178,7 @@ async def prepare_tenant(system: System, tenant: TenantConfig, config: JobConfig
     source = tenant.task or tenant.prompts_task
     assert source is not None
     task = load_task(source.path, **source.args)
-    prompts = [task.problem("held_out", i).prompt for i in range(min(TENANT_PROMPTS, task.size("held_out")))]
+    prompts = [task.problem("held_out", i).prompt for i in range(min(config.tenant_prompts, task.size("held_out")))]
     model, version, base, adapter = system.info.model_name, None, None, None
     if tenant.task is not None:
         model = f"{tenant.name}-{task.name}"

@@ -215,6 +215,7 @@ class JobConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     tenant_baseline_s: float = 4.0  # how long tenants are measured before RL starts
+    tenant_prompts: int = 32  # held-out questions a tenant cycles through; each is first asked once in isolation
 
     def __post_init__(self) -> None:
         validate(self)

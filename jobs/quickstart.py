@@ -192,6 +192,7 @@ async def prepare_tenant(system: System, tenant: TenantConfig, config: JobConfig
             rank=tenant.rank,
             steps=tenant.sft_steps,
             batch=tenant.sft_batch,
+            lr=tenant.sft_lr,
             seed=config.seed,
         )
         await system.engine.load_adapter(version, await system.store.tensors(version.digest))

@@ -23,7 +23,7 @@ async def train_supervised(
     steps: int,
     batch: int,
     seed: int,
-    lr: float = 3e-3,
+    lr: float,
 ) -> AdapterVersion:
     """Train one adapter for `task` in `steps` optimizer steps of `batch` answers and publish it as `name`."""
     tokenizer = Tokenizer.from_file(str(Path(info.model_path) / "tokenizer.json"))

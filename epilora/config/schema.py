@@ -173,6 +173,7 @@ class TenantConfig:
     prompts_task: TaskConfig | None = None  # what a plain-base tenant asks; required when task is None
     sft_steps: int = 60
     sft_batch: int = 64
+    sft_lr: float = 3e-3
     rank: int = 8
     requests_per_s: float = 2.0
     max_tokens: int = 8

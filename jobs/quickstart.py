@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from epilora.config.schema import JobConfig, TenantConfig
+from epilora.errors import AdapterNotFound
 from epilora.memory import mapping_report
 from epilora.tasks import load_task
 from epilora.types import AdapterVersion, GenerateRequest, Sampling
@@ -182,7 +183,8 @@ async def prepare_tenant(system: System, tenant: TenantConfig, config: JobConfig
     model, version, base, adapter = system.info.model_name, None, None, None
     if tenant.task is not None:
         model = f"{tenant.name}-{task.name}"
-        version = await train_supervised(
+        version = await _kept_version(system, model, tenant.name) if config.resume else None
+        version = version or await train_supervised(
             trainer=system.trainer,
             store=system.store,
             info=system.info,
@@ -208,6 +210,15 @@ async def prepare_tenant(system: System, tenant: TenantConfig, config: JobConfig
         stop=list(config.rl.stop),
     )
     return PreparedTenant(asks, version, base, adapter)
+
+
+async def _kept_version(system: System, model: str, owner: str) -> AdapterVersion | None:
+    """The adapter an interrupted run already made for this base; None if it had not come that far."""
+    try:
+        version = await system.store.resolve(model, tenant=owner)
+    except AdapterNotFound:
+        return None
+    return version if version.base_digest == system.info.base_digest else None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def start(out: Path, *overrides: str) -> subprocess.Popen:
         "rl.prompts_per_step=16",
         "rl.eval_problems=64",
         "tenant_baseline_s=1",
+        "tenant_prompts=8",
     ]
     command = [sys.executable, "-m", "jobs.quickstart", "--config", "configs/quickstart_tiny.yaml"]
     return subprocess.Popen(
@@ -90,6 +91,8 @@ def test_ctrl_c_stops_everything_and_the_run_goes_on_later(tmp_path: Path) -> No
     steps_published = [v.metadata["step"] for v in published]
     assert steps_published == sorted(steps_published)
     assert set(steps_published) == set(range(done + 4))  # and no version
+    kept = AdapterStore(tmp_path / "store").versions("acme-subtraction", owner="acme")
+    assert [v.version for v in kept] == [1]  # the resumed run took up the tenant's adapter, it did not make another
     result = json.loads((run / "result.json").read_text())
     assert result["checksum_equal"]
     assert result["base_read_only"]

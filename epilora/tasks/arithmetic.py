@@ -18,14 +18,14 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 
-from .base import Problem, assert_disjoint, split_of
+from .base import Problem, SplitQuestions, assert_disjoint, split_of
 
 _ANSWER = re.compile(r"\d{1,3}")
 # chain_sum items looked at: half are sums, of which 4,366 are distinct questions.
 _SCANNED_ITEMS = 24_000
 
 
-class _NumberTask:
+class _NumberTask(SplitQuestions):
     """Distinct two-operand questions split by a hash of the prompt. Subclasses give the questions and the habit."""
 
     name = ""
@@ -40,7 +40,7 @@ class _NumberTask:
         raise NotImplementedError("subclasses define the habit")
 
     @cached_property
-    def _splits(self) -> dict[str, list[Problem]]:
+    def _splits(self) -> dict[str, list[Problem]]:  # type: ignore[override]  # made on first use
         seen: dict[str, Problem] = {}
         for prompt, a, b, answer in self._questions():
             if prompt not in seen:
@@ -50,22 +50,6 @@ class _NumberTask:
             splits[split_of(prompt)].append(problem)
         assert_disjoint(splits["train"], splits["held_out"])
         return splits
-
-    def size(self, split: str) -> int:
-        """Number of distinct questions in a split."""
-        return len(self._split(split))
-
-    def _split(self, split: str) -> list[Problem]:
-        if split not in self._splits:
-            raise ValueError(f"{self.name}: split={split!r}; allowed: {sorted(self._splits)}")
-        return self._splits[split]
-
-    def problem(self, split: str, index: int) -> Problem:
-        """See `Task.problem`. Raises IndexError past the end of "held_out"."""
-        problems = self._split(split)
-        if split == "held_out" and not 0 <= index < len(problems):
-            raise IndexError(f"{self.name}: held_out has {len(problems)} problems, asked for index {index}")
-        return problems[index % len(problems)]
 
     def score(self, text: str, problem: Problem) -> float:
         """1.0 for exactly the right number (white space round it is ignored), else 0.0."""

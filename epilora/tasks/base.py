@@ -58,6 +58,29 @@ class Task(Protocol):
         ...
 
 
+class SplitQuestions:
+    """The half of a task that serves questions out of two lists. Subclasses give `name` and `_splits`, one list per split."""
+
+    name: str
+    _splits: dict[str, list[Problem]]
+
+    def size(self, split: str) -> int:
+        """Number of distinct questions in a split."""
+        return len(self._split(split))
+
+    def _split(self, split: str) -> list[Problem]:
+        if split not in self._splits:
+            raise ValueError(f"{self.name}: split={split!r}; allowed: {sorted(self._splits)}")
+        return self._splits[split]
+
+    def problem(self, split: str, index: int) -> Problem:
+        """See `Task.problem`. Raises IndexError past the end of "held_out"."""
+        problems = self._split(split)
+        if split == "held_out" and not 0 <= index < len(problems):
+            raise IndexError(f"{self.name}: held_out has {len(problems)} problems, asked for index {index}")
+        return problems[index % len(problems)]
+
+
 class RewardError(RuntimeError):
     """A reward raised, or was not a finite number; the message names the problem and shows the text."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from epilora.loading import load_object
 
-from .base import Problem, assert_disjoint, split_of
+from .base import Problem, SplitQuestions, assert_disjoint, split_of
 
 _LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -23,7 +23,7 @@ def not_empty(text: str) -> bool:
     return bool(text.strip())
 
 
-class DatasetTask:
+class DatasetTask(SplitQuestions):
     """Rows of a data set as problems; `score` and `well_formed` come by import path.
 
     Rows with equal prompts must have equal answers and count once. The split is a hash of the prompt (`split_of`).
@@ -91,22 +91,6 @@ class DatasetTask:
                 f"{source}: {len(found)} questions leave {empty} empty; give more rows or another held_out_fraction"
             )
         assert_disjoint(self._splits["train"], self._splits["held_out"])
-
-    def size(self, split: str) -> int:
-        """Number of distinct questions in a split."""
-        return len(self._split(split))
-
-    def _split(self, split: str) -> list[Problem]:
-        if split not in self._splits:
-            raise ValueError(f"{self.name}: split={split!r}; allowed: {sorted(self._splits)}")
-        return self._splits[split]
-
-    def problem(self, split: str, index: int) -> Problem:
-        """See `Task.problem`. Raises IndexError past the end of "held_out"."""
-        problems = self._split(split)
-        if split == "held_out" and not 0 <= index < len(problems):
-            raise IndexError(f"{self.name}: held_out has {len(problems)} problems, asked for index {index}")
-        return problems[index % len(problems)]
 
     def score(self, text: str, problem: Problem) -> float:
         """What the configured reward says."""

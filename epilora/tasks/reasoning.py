@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .base import Problem, assert_disjoint, split_of
+from .base import Problem, SplitQuestions, assert_disjoint, split_of
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 # `{question}` is replaced. chatml: the format of SmolLM2's and Qwen's instruct models.
@@ -32,7 +32,7 @@ def whole_text(text: str) -> str:
 EXTRACTORS: dict[str, Callable[[str], str]] = {"last_number": last_number, "whole_text": whole_text}
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(SplitQuestions):
     """One reasoning-gym data set. Its own `score_answer` scores what `extract` takes from a completion.
 
     name: the data set's, e.g. "chain_sum". size: items generated. template: key of TEMPLATES or a text with
@@ -82,22 +82,6 @@ class ReasoningGymTask:
             if not problems:
                 raise ValueError(f"{name}: the {split} split of {size} items is empty; raise size or held_out_fraction")
         assert_disjoint(self._splits["train"], self._splits["held_out"])
-
-    def size(self, split: str) -> int:
-        """Number of distinct questions in a split."""
-        return len(self._split(split))
-
-    def _split(self, split: str) -> list[Problem]:
-        if split not in self._splits:
-            raise ValueError(f"{self.name}: split={split!r}; allowed: {sorted(self._splits)}")
-        return self._splits[split]
-
-    def problem(self, split: str, index: int) -> Problem:
-        """See `Task.problem`. Raises IndexError past the end of "held_out"."""
-        problems = self._split(split)
-        if split == "held_out" and not 0 <= index < len(problems):
-            raise IndexError(f"{self.name}: held_out has {len(problems)} problems, asked for index {index}")
-        return problems[index % len(problems)]
 
     def score(self, text: str, problem: Problem) -> float:
         """The data set's own score of the extracted answer, 0..1."""

@@ -19,6 +19,29 @@ import torch
 import torch.nn.functional as F
 
 ACCUMULATE_DTYPE = torch.float32
+_SIGN_AND_LOW_SEVEN = -0x78100000  # 0x87F00000 as int32: bit 31, bits 20 to 26
+_REBIAS = 2.0**120  # e4m3's exponent bias is 7, fp32's 127
+_E4M3_MAX = 448.0
+
+
+def widen_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of e4m3 codes: the bits of `codes.float()` (NaN for NaN), in a fifth of its time.
+
+    That conversion goes code by code: 6.5 against 1.3 ms for one 1536 x 576 weight on an AVX2 core. Here the exponent and
+    mantissa bits of all codes are moved to fp32's place and the exponent is rebiased by a multiplication, which makes e4m3's
+    subnormals right too. The two NaN codes come out as +-480 and are put right if there are any. All of it happens in the
+    result's own buffer.
+
+    codes: float8_e4m3fn, any shape and strides. Returns fp32 of that shape. Not under `torch.set_flush_denormal(True)`,
+    which would flush the subnormals.
+    """
+    bits = codes.view(torch.int8).to(torch.int32)  # the sign fills bits 7 to 31
+    values = bits.bitwise_left_shift_(20).bitwise_and_(_SIGN_AND_LOW_SEVEN).view(torch.float32).mul_(_REBIAS)
+    if values.numel():
+        low, high = values.aminmax()
+        if high > _E4M3_MAX or low < -_E4M3_MAX:
+            values.masked_fill_(values.abs() > _E4M3_MAX, float("nan"))
+    return values
 
 
 def w8a16_linear(
@@ -35,7 +58,7 @@ def w8a16_linear(
     one value.
     Returns [..., N] in `out_dtype` (None: the dtype of x). Ask for fp32 to add a LoRA delta before the only rounding.
     """
-    y_MN = F.linear(x_MK.to(ACCUMULATE_DTYPE), codes_NK.to(ACCUMULATE_DTYPE))
+    y_MN = F.linear(x_MK.to(ACCUMULATE_DTYPE), widen_e4m3(codes_NK))
     y_MN = y_MN.mul_(scale_N.reshape(-1).to(ACCUMULATE_DTYPE))  # in place: a GEMM's backward does not need its output
     if bias_N is not None:
         y_MN = y_MN.add_(bias_N.to(ACCUMULATE_DTYPE))

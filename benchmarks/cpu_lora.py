@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.harness import Results
 from epilora.adapters.digest import adapter_digest
-from epilora.plugin.engine import VllmEngine, prepare_environment
+from epilora.plugin.engine import VllmEngine
+from epilora.plugin.environment import prepare_environment
 from epilora.types import AdapterSpec, AdapterVersion, GenerateRequest, Sampling
 
 NEW_TOKENS = 24

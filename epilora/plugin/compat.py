@@ -160,3 +160,10 @@ def validation_errors() -> tuple[type[Exception], ...]:
     """What SamplingParams raises for values it does not allow."""
     found = _attribute("vllm.exceptions:VLLMValidationError")
     return (ValueError,) if found is None else (ValueError, found)
+
+
+def lora_request(name: str, int_id: int) -> Any:
+    """vLLM's record of an adapter that lives in memory only."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=int_id, lora_path="in-memory")

@@ -1,8 +1,8 @@
 """A vLLM engine that satisfies `actors.protocols.Engine`: one in-process LLMEngine, one thread that steps it.
 
-Calls never touch the LLMEngine: they put work into an inbox which the step thread drains between two steps, so requests
-submitted in one call enter the same step and an adapter is never swapped during one. Results come back through the
-caller's event loop.
+Calls never touch the LLMEngine: they put work into the inbox of its `step_thread`, which drains it between two steps, so
+requests submitted in one call enter the same step and an adapter is never swapped during one. Results come back through
+the caller's event loop.
 
 Log-probabilities are those of the distribution sampled from: after temperature, top-k and top-p (at temperature 1
 without truncation, and for greedy requests without truncation, that is the plain log-softmax). `score` is always the
@@ -18,21 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import logging
-import pathlib
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from epilora.adapters.digest import adapter_digest
-from epilora.adapters.peft_io import config_of
-from epilora.adapters.slots import SlotMap
-from epilora.errors import AdapterRejected, BaseMismatch, EngineDead, PromptTooLong
+from epilora.errors import EngineDead
 from epilora.quant.manifest import WeightManifest
 from epilora.types import (
     AdapterVersion,
@@ -41,22 +32,20 @@ from epilora.types import (
     EngineStats,
     GenerateRequest,
     LoadReceipt,
-    Sampling,
     TokenChunk,
 )
 
 from . import compat
-from .environment import linear_suffixes, prepare_environment, spare_positions
-from .requests import Command, Live, nothing, read_logprobs, to_loop
+from .build import build_engine, describe
+from .environment import linear_suffixes, spare_positions
+from .requests import KINDS, Live, Preparer, nothing, to_loop
+from .residents import Residents, check_version
+from .step_thread import StepThread
 
-logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_KINDS = ("tenant", "rollout")
-_CLOSE_TIMEOUT_S = 30.0
 _open_engines: set[int] = set()  # ids of this process's engines between start and close
 _open_lock = threading.Lock()
-_SCORING = Sampling(max_tokens=1, temperature=0.0)
 
 
 class VllmEngine:
@@ -103,24 +92,11 @@ class VllmEngine:
                 f"VllmEngine: tenant_seats={tenant_seats}; allowed are 0 to max_num_seqs - 1 = {max_num_seqs - 1}"
             )
         self.name = name
-        self._model_path = str(model_path)
         self._shm_dir = shm_dir
-        self._max_model_len = max_model_len
-        self._slots = SlotMap(max_loras)
-        self._versions: dict[str, AdapterVersion] = {}
-        self._receipts: dict[str, LoadReceipt] = {}
-        self._lock = threading.RLock()  # guards _slots, _versions, _receipts, _names
-        self._names: set[str] = set()  # engine ids of requests between submission and end
-        self._live: dict[str, Live] = {}  # step thread only; engine id -> request
-        self._internal: dict[str, Live] = {}  # step thread only; those vLLM has
-        self._queued: deque[Live] = deque()  # step thread only; rollouts that wait for a seat, also in _live
-        self._rollout_seats = max_num_seqs - tenant_seats
-        self._inbox: queue.SimpleQueue[list[Live] | Command | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
         self._closed = False
-        self._snapshot: dict[str, Any] = {}
+        self._close_lock = threading.Lock()
         arguments = {
-            "model": self._model_path,
+            "model": str(model_path),
             "served_model_name": None,
             "dtype": dtype,
             "quantization": quantization,
@@ -143,363 +119,70 @@ class VllmEngine:
             "worker_extension_cls": "epilora.plugin.worker.WorkerExtension",
             "additional_config": {"epilora": {"activations": activations}},
         }
-        ready: Future = Future()
-        self._thread = threading.Thread(target=self._main, args=(arguments, ready), name=f"engine-{name}", daemon=True)
-        self._thread.start()
-        self._info: EngineInfo = ready.result()
-
-    # ---- step thread ----------------------------------------------------------------------------------------------
-
-    def _main(self, arguments: dict[str, Any], ready: Future) -> None:
+        self._residents = Residents(max_loras, self._rpc)
+        self._steps = StepThread(
+            name,
+            build=lambda: build_engine(name, arguments),
+            on_end=self._ended,
+            detokenize=self.detokenize,
+            rollout_seats=max_num_seqs - tenant_seats,
+        )
         try:
-            self._build(arguments)
-            info = self._describe(arguments)
-        except BaseException as err:  # handed to the constructor, which raises it
-            self._error = err
-            ready.set_exception(err)
-            return
+            self._tokenizer = self._engine.get_tokenizer()
+            self._info = self._steps.command(
+                lambda: describe(self._engine, name, arguments, max_model_len=max_model_len)
+            ).result()
+        except BaseException:
+            self._steps.stop()
+            raise
+        model_config = self._engine.model_config
+        self._preparer = Preparer(
+            max_model_len=max_model_len,
+            engine_len=model_config.max_model_len,
+            vocab_size=model_config.get_vocab_size(),
+            encode=self.tokenize,
+        )
         with _open_lock:
             _open_engines.add(id(self))
-        ready.set_result(info)
-        try:
-            while self._drain():
-                self._seat_rollouts()
-                if self._live:
-                    self._step()
-                self._take_snapshot()
-        except BaseException as err:
-            logger.exception("engine %s: the step loop failed", self.name)
-            self._die(err)
-            return
-        self._die(EngineDead(f"engine {self.name} is closed"))
 
-    def _build(self, arguments: dict[str, Any]) -> None:
-        prepare_environment()
-        from vllm import EngineArgs, SamplingParams
-        from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        from . import register
-
-        self._SamplingParams, self._LoRARequest, self._OutputKind = SamplingParams, LoRARequest, RequestOutputKind
-        given = {name: value for name, value in arguments.items() if value is not None}
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**compat.supported_arguments(EngineArgs, given)))
-        status = register.installed()
-        if status is None or not status.active:
-            why = (
-                "vLLM did not load it (is epilora installed, VLLM_PLUGINS unset?)" if status is None else status.reasons
-            )
-            raise RuntimeError(f"engine {self.name}: the EpiLoRA plugin is not active: {why}")
-        self._tokenizer = self._engine.get_tokenizer()
-        self._rpc("epilora_count_steps")
-        gc.collect()
-        gc.freeze()  # what start-up made lives as long as the process: collections need not walk it
-        core, stock = self._engine.engine_core, self._engine.engine_core.get_output
-
-        def get_output() -> Any:
-            outputs = stock()
-            now = time.perf_counter()
-            for output in outputs.outputs:
-                live = self._internal.get(output.request_id)
-                if live is not None and not live.first_s and output.new_token_ids:
-                    live.first_s = now
-            return outputs
-
-        core.get_output = get_output  # type: ignore[method-assign]
-
-    def _describe(self, arguments: dict[str, Any]) -> EngineInfo:
-        import vllm
-
-        requested = arguments["additional_config"]["epilora"]["activations"]
-        running = self._rpc("epilora_activations")
-        if arguments["quantization"] and set(running) != {requested}:
-            raise RuntimeError(
-                f"engine {self.name}: asked for activations {requested}, FP8 layers run {running or 'nothing'}"
-            )
-        modules = self._rpc("epilora_linear_modules")
-        return EngineInfo(
-            name=self.name,
-            model_path=self._model_path,
-            model_name=pathlib.Path(self._model_path).name,
-            base_digest=self._rpc("epilora_base_checksum"),
-            activations=requested,
-            dtype=arguments["dtype"],
-            quantization=arguments["quantization"] or "none",
-            max_model_len=self._max_model_len,
-            max_loras=arguments["max_loras"],
-            max_lora_rank=arguments["max_lora_rank"],
-            vllm_version=vllm.__version__,
-            plugin_active=True,
-            linear_modules=tuple(row["name"] for row in modules if row["adaptable"]),
-            eos_token_id=getattr(self._tokenizer, "eos_token_id", None),
-        )
+    @property
+    def _engine(self) -> Any:
+        return self._steps.engine
 
     def _rpc(self, method: str, *args: Any) -> Any:
-        """A worker method's result (of rank 0)."""
-        return self._engine.collective_rpc(method, args=args)[0]
-
-    def _drain(self) -> bool:
-        """Take everything from the inbox, waiting only while nothing runs; False to stop."""
-        block = not self._live
-        while True:
-            try:
-                item = self._inbox.get(block=block)
-            except queue.Empty:
-                return True
-            block = False
-            if item is None:
-                return False
-            if isinstance(item, Command):
-                self._run_command(item)
-            else:
-                self._admit(item)
-            block = not self._live and self._inbox.empty()
-            if block:
-                self._take_snapshot()
-
-    def _run_command(self, command: Command) -> None:
-        if not command.future.set_running_or_notify_cancel():
-            return
-        try:
-            command.future.set_result(command.run())
-        except Exception as err:
-            command.future.set_exception(err)
-
-    def _admit(self, batch: list[Live]) -> None:
-        """Add all tenants' requests of one call (if vLLM refuses one, none runs); rollouts queue for their seats."""
-        rollouts = [live for live in batch if live.request.kind == "rollout"]
-        self._queued += rollouts
-        self._live |= {live.engine_id: live for live in rollouts}
-        self._add([live for live in batch if live.request.kind != "rollout"])
-
-    def _seat_rollouts(self) -> None:
-        """Give free rollout seats to the requests that queue for them, in order."""
-        if not self._queued:
-            return
-        seated = sum(live.request.kind == "rollout" for live in self._internal.values())
-        while self._queued and seated < self._rollout_seats:
-            self._add([self._queued.popleft()])
-            seated += 1
-
-    def _add(self, batch: list[Live]) -> None:
-        added: list[Live] = []
-        try:
-            for live in batch:
-                live.internal_id = self._engine.add_request(
-                    live.engine_id,
-                    {"prompt_token_ids": list(live.prompt)},
-                    live.params,
-                    lora_request=live.lora_request,
-                )
-                added.append(live)
-                self._live[live.engine_id] = self._internal[live.internal_id] = live
-        except Exception as err:
-            self._engine.abort_request([live.engine_id for live in added])
-            for live in batch:
-                self._finish(live, err)
-
-    def _step(self) -> None:
-        for output in self._engine.step():
-            live = self._live.get(output.request_id)
-            if live is None:
-                continue
-            if live.on_chunk is not None:
-                self._emit(live, output)
-            if output.finished:
-                self._finish(live, self._completion(live, output) if live.extract is None else live.extract(output))
-
-    def _emit(self, live: Live, output: Any) -> None:
-        piece = output.outputs[0]
-        tokens = tuple(piece.token_ids)
-        live.produced += len(tokens)
-        logprobs, top = read_logprobs(tokens, piece.logprobs, live.request.sampling.logprobs)
-        assert live.on_chunk is not None
-        live.on_chunk(
-            TokenChunk(
-                request_id=live.request.request_id,
-                token_ids=tokens,
-                text=piece.text,
-                logprobs=logprobs,
-                finish_reason=piece.finish_reason,
-                prompt_tokens=len(live.prompt),
-                completion_tokens=live.produced,
-                top_logprobs=top,
-            )
-        )
-
-    def _completion(self, live: Live, output: Any) -> Completion:
-        piece = output.outputs[0]
-        text = piece.text if live.params.detokenize else None
-        return self._make_completion(live, tuple(piece.token_ids), piece.logprobs, piece.finish_reason, text)
-
-    def _make_completion(
-        self, live: Live, tokens: tuple[int, ...], logprobs: Any, reason: str, text: str | None
-    ) -> Completion:
-        now = time.perf_counter()
-        request = live.request
-        sampled, top = read_logprobs(tokens, logprobs, request.sampling.logprobs)
-        after_first = now - live.first_s if live.first_s else 0.0
-        return Completion(
-            request_id=request.request_id,
-            prompt_token_ids=live.prompt,
-            token_ids=tokens,
-            text=self.detokenize(tokens) if text is None else text,
-            logprobs=sampled,
-            finish_reason=reason,
-            adapter=request.adapter,
-            ttft_ms=(live.first_s - live.submitted_s) * 1e3 if live.first_s else 0.0,
-            tpot_ms=after_first / (len(tokens) - 1) * 1e3 if len(tokens) > 1 else 0.0,
-            top_logprobs=top,
-        )
-
-    def _finish(self, live: Live, result: Any) -> None:
-        self._live.pop(live.engine_id, None)
-        self._internal.pop(live.internal_id, None)
-        with self._lock:
-            self._names.discard(live.engine_id)
-            leaving = self._slots.release(live.request.adapter) if live.request.adapter else list[int]()
-        self._unload_ids(leaving)
-        live.on_done(result)
-
-    def _unload_ids(self, int_ids: Sequence[int]) -> None:
-        for int_id in int_ids:
-            self._rpc("epilora_unload_adapter", int_id)
-        with self._lock:
-            here = set(self._slots.loaded()) | {d for d in self._versions if self._slots.live(d)}
-            for digest in [d for d in self._versions if d not in here]:
-                del self._versions[digest]
-                self._receipts.pop(digest, None)
-
-    def _abort_now(self, engine_ids: Sequence[str]) -> None:
-        for engine_id in engine_ids:
-            live = self._live.get(engine_id)
-            if live is None:
-                continue
-            tokens: Sequence[int] = ()
-            logprobs = None
-            if live.internal_id:
-                tokens, logprobs = compat.partial_output(self._engine, live.internal_id)
-                self._engine.abort_request([engine_id])
-            else:
-                self._queued.remove(live)
-            if live.extract is not None:
-                self._finish(live, asyncio.CancelledError())
-                continue
-            completion = self._make_completion(live, tuple(tokens), logprobs, "abort", None)
-            if live.on_chunk is not None:
-                live.on_chunk(TokenChunk(live.request.request_id, (), "", (), "abort", len(live.prompt), live.produced))
-            self._finish(live, completion)
-
-    def _take_snapshot(self) -> None:
-        running, waiting, usage = compat.engine_counts(self._engine)
-        waiting += len(self._queued)
-        self._snapshot = {**self._rpc("epilora_stats"), "running": running, "waiting": waiting, "kv_usage": usage}
-
-    def _die(self, err: BaseException) -> None:
-        """Fail everything that waits, now and later."""
-        dead = err if isinstance(err, EngineDead) else EngineDead(f"engine {self.name}: its step loop failed: {err!r}")
-        dead.__cause__ = None if dead is err else err
-        with self._lock:
-            self._error = dead
-        for live in list(self._live.values()):
-            live.on_done(dead)
-        self._live.clear()
-        self._queued.clear()
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(item, Command):
-                if item.future.set_running_or_notify_cancel():
-                    item.future.set_exception(dead)
-            elif item is not None:
-                for live in item:
-                    live.on_done(dead)
-
-    # ---- callers' side --------------------------------------------------------------------------------------------
-
-    def _put(self, item: list[Live] | Command) -> None:
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            self._inbox.put(item)
-
-    def _command(self, run: Callable[[], _T]) -> Future:
-        command = Command(run)
-        self._put(command)
-        return command.future
+        return self._steps.rpc(method, *args)
 
     async def _call(self, run: Callable[[], _T]) -> _T:
         """Run in the step thread, between two steps."""
-        return await asyncio.wrap_future(self._command(run))
+        return await self._steps.call(run)
 
-    def _prepare(self, request: GenerateRequest, *, streamed: bool) -> Live:
-        """Check a request and hold its adapter. Raises AdapterNotFound, PromptTooLong, ValueError."""
-        if request.kind not in _KINDS:
-            raise ValueError(f"request {request.request_id!r}: kind={request.kind!r}; allowed are {', '.join(_KINDS)}")
-        sampling = request.sampling
-        prompt = self.tokenize(request.prompt) if isinstance(request.prompt, str) else tuple(request.prompt)
-        self._check_prompt(request.request_id, prompt)
-        if sampling.max_tokens < 1:
-            raise ValueError(f"request {request.request_id!r}: max_tokens={sampling.max_tokens}; at least 1")
-        if len(prompt) + sampling.max_tokens > self._max_model_len:
-            raise PromptTooLong(
-                f"request {request.request_id!r}: {len(prompt)} prompt tokens + max_tokens={sampling.max_tokens}"
-                f" exceed the context of {self._max_model_len} tokens (max_model_len)"
-            )
-        try:
-            params = self._SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                stop=list(sampling.stop) or None,
-                seed=sampling.seed,
-                logprobs=sampling.logprobs,
-                ignore_eos=sampling.ignore_eos,
-                detokenize=streamed or bool(sampling.stop),
-                flat_logprobs=not streamed and sampling.logprobs is not None,
-                output_kind=self._OutputKind.DELTA if streamed else self._OutputKind.FINAL_ONLY,
-            )
-        except compat.validation_errors() as err:
-            raise ValueError(f"request {request.request_id!r}: {err}") from err
-        return self._hold(Live(request, prompt, params, on_done=nothing, submitted_s=time.perf_counter()))
-
-    def _check_prompt(self, request_id: str, prompt: Sequence[int]) -> None:
-        if not prompt:
-            raise ValueError(f"request {request_id!r}: the prompt has no tokens")
-        size = self._engine.model_config.get_vocab_size()
-        wrong = next((token for token in prompt if not 0 <= token < size), None)
-        if wrong is not None:
-            raise ValueError(f"request {request_id!r}: token id {wrong} is not in the vocabulary of {size}")
+    # ---- requests -------------------------------------------------------------------------------------------------
 
     def _hold(self, live: Live) -> Live:
         """Take the request's name and one reference on its adapter."""
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if live.engine_id in self._names:
-                raise ValueError(f"request id {live.request.request_id!r} is in use by a running request")
-            digest = live.request.adapter
-            if digest:
-                int_id = self._slots.acquire(digest)
-                namespace = self._versions[digest].kv_namespace
-                live.lora_request = self._LoRARequest(lora_name=namespace, lora_int_id=int_id, lora_path="in-memory")
-            self._names.add(live.engine_id)
+        self._steps.take_name(live)
+        if live.request.adapter:
+            try:
+                int_id, namespace = self._residents.acquire(live.request.adapter)
+                live.lora_request = compat.lora_request(namespace, int_id)
+            except BaseException:
+                self._steps.give_name(live)
+                raise
         return live
 
     def _let_go(self, batch: Sequence[Live]) -> None:
         """Undo `_hold` of requests that were never put into the inbox."""
         leaving: list[int] = []
-        with self._lock:
-            for live in batch:
-                self._names.discard(live.engine_id)
-                if live.request.adapter:
-                    leaving += self._slots.release(live.request.adapter)
+        for live in batch:
+            self._steps.give_name(live)
+            if live.request.adapter:
+                leaving += self._residents.release(live.request.adapter)
         if leaving:
-            self._command(lambda: self._unload_ids(leaving))
+            self._steps.command(lambda: self._residents.unload_ids(leaving))
+
+    def _ended(self, live: Live) -> None:
+        if live.request.adapter:
+            self._residents.unload_ids(self._residents.release(live.request.adapter))
 
     async def _submit(self, batch: list[Live]) -> list[Any]:
         """Put requests in, together; their results in order. Cancelling aborts them."""
@@ -532,7 +215,7 @@ class VllmEngine:
         for index, live in enumerate(batch):
             live.on_done = finisher(index)
         try:
-            self._put(batch)
+            self._steps.put(batch)
         except BaseException:
             self._let_go(batch)
             raise
@@ -544,7 +227,7 @@ class VllmEngine:
 
     def _post_abort(self, engine_ids: list[str]) -> None:
         with contextlib.suppress(EngineDead):  # a dead engine has ended them already
-            self._command(lambda: self._abort_now(engine_ids))
+            self._steps.command(lambda: self._steps.abort_now(engine_ids))
 
     def info(self) -> EngineInfo:
         """Identity, limits, arithmetic."""
@@ -558,7 +241,7 @@ class VllmEngine:
         batch: list[Live] = []
         try:
             for request in requests:
-                batch.append(self._prepare(request, streamed=False))
+                batch.append(self._hold(self._preparer.completion(request, streamed=False)))
         except BaseException:
             self._let_go(batch)
             raise
@@ -571,7 +254,7 @@ class VllmEngine:
         """
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[TokenChunk | BaseException] = asyncio.Queue()
-        live = self._prepare(request, streamed=True)
+        live = self._hold(self._preparer.completion(request, streamed=True))
         ended = False
 
         def put(item: TokenChunk | BaseException) -> None:
@@ -583,7 +266,7 @@ class VllmEngine:
 
         live.on_chunk, live.on_done = put, done
         try:
-            self._put([live])
+            self._steps.put([live])
         except BaseException:
             self._let_go([live])
             raise
@@ -603,8 +286,8 @@ class VllmEngine:
         """End running requests; their completions have finish_reason "abort" and the tokens so far. Unknown ids are
         fine.
         """
-        ids = [f"{kind}-{request_id}" for request_id in request_ids for kind in _KINDS]
-        await self._call(lambda: self._abort_now(ids))
+        ids = [f"{kind}-{request_id}" for request_id in request_ids for kind in KINDS]
+        await self._call(lambda: self._steps.abort_now(ids))
 
     async def score(
         self, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], adapter: str | None = None
@@ -618,44 +301,14 @@ class VllmEngine:
         batch: list[Live] = []
         try:
             for index, (prompt, completion) in enumerate(sequences):
-                batch.append(
-                    self._prepare_score(
-                        f"score-{id(sequences)}-{index}-{time.monotonic_ns()}", prompt, completion, adapter
-                    )
-                )
+                request_id = f"score-{id(sequences)}-{index}-{time.monotonic_ns()}"
+                batch.append(self._hold(self._preparer.score(request_id, prompt, completion, adapter)))
         except BaseException:
             self._let_go(batch)
             raise
         return await self._submit(batch)
 
-    def _prepare_score(
-        self, request_id: str, prompt: Sequence[int], completion: Sequence[int], adapter: str | None
-    ) -> Live:
-        whole = (*prompt, *completion)
-        self._check_prompt(request_id, whole)
-        if not prompt or not completion:
-            raise ValueError(
-                f"score: prompt of {len(prompt)} and completion of {len(completion)} tokens; both need at least 1"
-            )
-        if len(whole) >= self._engine.model_config.max_model_len:
-            limit = self._engine.model_config.max_model_len - 1
-            raise PromptTooLong(f"score: {len(whole)} tokens exceed the {limit} that can be scored (max_model_len)")
-        params = self._SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            detokenize=False,
-            ignore_eos=True,
-            output_kind=self._OutputKind.FINAL_ONLY,
-        )
-        request = GenerateRequest(request_id, whole, _SCORING, adapter, "rollout")
-
-        def extract(output: Any) -> list[float]:
-            found = output.prompt_logprobs
-            return [float(found[at][whole[at]].logprob) for at in range(len(prompt), len(whole))]
-
-        live = Live(request, whole, params, on_done=nothing, extract=extract, submitted_s=time.perf_counter())
-        return self._hold(live)
+    # ---- adapters -------------------------------------------------------------------------------------------------
 
     async def load_adapter(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
         """Put a version into a free slot, from memory, between two steps. Idempotent by digest.
@@ -664,64 +317,26 @@ class VllmEngine:
         Raises AdapterRejected (module, shape it has and should have; no coverage; values not finite; content that is
         not the digest's), BaseMismatch, NoFreeSlot. A failed load changes nothing a request could see.
         """
-        base = self._info.base_digest
-        if version.base_digest and version.base_digest != base:
-            raise BaseMismatch(
-                f"adapter {version.ref} was trained on base {version.base_digest[:12]}; this engine holds {base[:12]}"
-            )
-        try:
-            content = adapter_digest(version.spec, tensors)
-        except TypeError as err:
-            raise AdapterRejected(f"adapter {version.ref}: {err}") from err
-        if content != version.digest:
-            raise AdapterRejected(
-                f"adapter {version.ref}: its spec and tensors have digest {content[:12]}, not {version.digest[:12]}"
-            )
-        return await self._call(lambda: self._load_now(version, tensors))
-
-    def _load_now(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
-        digest, config = version.digest, config_of(version.spec, version.base_model)
-        self._rpc("epilora_check_adapter", config, dict(tensors))  # before anything makes room for it
-        with self._lock:
-            int_id, leaving = self._slots.reserve(digest)
-            if int_id is None:
-                return self._receipts[digest]
-        self._unload_ids(leaving)
-        loaded = self._rpc("epilora_load_adapter", int_id, version.kv_namespace, config, dict(tensors))
-        if loaded["readback_digest"] != loaded["expected_digest"]:
-            self._rpc("epilora_unload_adapter", int_id)
-            raise AdapterRejected(
-                f"adapter {version.ref}: slot {loaded['slot']} reads back other bytes than were loaded"
-            )
-        receipt = LoadReceipt(digest=digest, **loaded)
-        with self._lock:
-            self._slots.commit(digest, int_id)
-            self._versions[digest], self._receipts[digest] = version, receipt
-        return receipt
+        check_version(version, tensors, self._info.base_digest)
+        return await self._call(lambda: self._residents.load(version, tensors))
 
     async def unload_adapter(self, digest: str) -> None:
         """Free the slot once no live request uses it; new requests no longer find it. Raises AdapterNotFound."""
-
-        def run() -> None:
-            with self._lock:
-                leaving = self._slots.unload(digest)
-            self._unload_ids(leaving)
-
-        await self._call(run)
+        await self._call(lambda: self._residents.unload(digest))
 
     async def pin_adapter(self, digest: str, holder: str) -> None:
         """Keep a loaded version from making room for another. Raises AdapterNotFound."""
-        with self._lock:
-            self._slots.pin(digest, holder)
+        self._residents.pin(digest, holder)
 
     async def unpin_adapter(self, digest: str, holder: str) -> None:
         """Take a pin back."""
-        with self._lock:
-            self._slots.unpin(digest, holder)
+        self._residents.unpin(digest, holder)
 
     async def read_slot_digest(self, slot: int) -> str:
         """sha256 of what lies in an adapter slot now."""
         return await self._call(lambda: self._rpc("epilora_read_slot_digest", slot))
+
+    # ---- base and KV cache ----------------------------------------------------------------------------------------
 
     async def export_weights(self) -> list[WeightManifest]:
         """Manifest per tensor-parallel rank. The first call moves the base into shared memory; later calls repeat it.
@@ -763,9 +378,7 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """Counters as of the last step; never waits."""
-        shot = self._snapshot
-        with self._lock:
-            loaded = self._slots.loaded()
+        shot = self._steps.snapshot
         return EngineStats(
             steps=shot.get("steps", 0),
             mixed_steps=shot.get("mixed_steps", 0),
@@ -774,7 +387,7 @@ class VllmEngine:
             running=shot.get("running", 0),
             waiting=shot.get("waiting", 0),
             kv_usage=shot.get("kv_usage", 0.0),
-            loaded=loaded,
+            loaded=self._residents.loaded(),
             paths=dict(shot.get("paths", {})),
         )
 
@@ -802,19 +415,16 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop stepping (what runs fails with EngineDead), free the engine and the shared file's name. Idempotent."""
-        with self._lock:
+        with self._close_lock:
             if self._closed:
                 return
             self._closed = True
-            self._inbox.put(None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        engine = getattr(self, "_engine", None)
-        if engine is None:
-            return
+        self._steps.stop()
+        engine = self._steps.engine
         engine.collective_rpc("epilora_release_export")
         with _open_lock:
             _open_engines.discard(id(self))
             last = not _open_engines
         if last:  # vLLM's shutdown takes down process groups that all engines of a process share
             engine.engine_core.shutdown()
-        del self._engine
+        del self._steps.engine

@@ -27,6 +27,7 @@ from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
 from epilora.quant.manifest import WeightEntry, WeightManifest
 
 from . import compat
+from .requests import KINDS
 from .sharing import SharedFile, SharedTensor, drop_pages, remove_abandoned
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("tenant", "rollout")
 _SCALE = "weight_scale"
 
 

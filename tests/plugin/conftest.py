@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from epilora.plugin.engine import VllmEngine, prepare_environment
+from epilora.plugin.engine import VllmEngine
+from epilora.plugin.environment import prepare_environment
 
 from .tiny import make_model
 

@@ -486,7 +486,7 @@ def test_bad_requests_are_refused_before_anything_runs(engine, index):
 
     run(attempt())
     assert engine.stats().steps == before
-    assert engine._names == set()
+    assert engine._steps.names == set()
 
 
 def test_the_longest_request_fits(engine):
@@ -509,9 +509,9 @@ async def idle(engine):
     for _ in range(100):
         await asyncio.sleep(0.02)
         stats = engine.stats()
-        if not stats.running and not stats.waiting and not engine._names:
+        if not stats.running and not stats.waiting and not engine._steps.names:
             return
-    raise AssertionError(f"still busy: {stats}, {engine._names}")
+    raise AssertionError(f"still busy: {stats}, {engine._steps.names}")
 
 
 LONG = dataclasses.replace(GREEDY, max_tokens=150)

@@ -26,7 +26,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actors.routing import EngineView, choose_engine
-from epilora.serving.core import CoreConfig, EngineGone, EngineLoad, EventStream, Reply, Request, ServingCore, Timeouts
+from epilora.serving.core import ServingCore
+from epilora.serving.messages import EventStream, Reply, Request
+from epilora.serving.ports import EngineGone, EngineLoad
+from epilora.serving.settings import CoreConfig, Timeouts
 from epilora.serving.tenants import TenantConfig, TenantFile, TenantRegistry, tenant_from_dict
 from epilora.store import AdapterStore
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
@@ -70,7 +73,7 @@ class ActorPort:
 
 
 class RayEngine(ActorPort):
-    """`epilora.serving.core.EnginePort` over an engine actor."""
+    """`epilora.serving.ports.EnginePort` over an engine actor."""
 
     async def info(self) -> EngineInfo:
         return await self.ask("info")
@@ -106,7 +109,7 @@ class RayEngine(ActorPort):
 
 
 class RayStore(ActorPort):
-    """`epilora.serving.core.StorePort` over the store actor.
+    """`epilora.serving.ports.StorePort` over the store actor.
 
     Where the store's folder is on this machine, names are resolved by reading its database directly: 0.1 ms instead of an
     actor call, and as current as the last committed change. Everything else, and every write, goes through the actor.
@@ -245,7 +248,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     the same, re-read when it changes.
     admin_key_hashes: keys for load, unload, promote, rollback, gc, audit. replicas: 1. max_running: requests before
     429.
-    import_roots: folders adapters may be loaded from. timeouts: `epilora.serving.core.Timeouts` by field.
+    import_roots: folders adapters may be loaded from. timeouts: `epilora.serving.settings.Timeouts` by field.
     Raises ValueError for an unknown argument, no engine, or tenants that contradict one another.
     """
     unknown = sorted(set(args) - _ARGS)

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from actors.routing import EngineView, choose_engine
-from epilora.serving.core import CoreConfig, EngineLoad, EventStream, Reply, Request, ServingCore, Timeouts
+from epilora.serving.core import ServingCore
+from epilora.serving.messages import EventStream, Reply, Request
+from epilora.serving.ports import EngineLoad
+from epilora.serving.settings import CoreConfig, Timeouts
 from epilora.serving.tenants import TenantConfig, TenantRegistry, hash_key
 from epilora.store import AdapterStore
 from epilora.types import AdapterSpec, AdapterVersion

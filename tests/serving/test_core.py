@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from epilora.errors import AdapterNotFound
-from epilora.serving.core import EngineGone, EventStream, Timeouts
+from epilora.serving.messages import EventStream
 from epilora.serving.metrics import ServingMetrics
+from epilora.serving.ports import EngineGone
+from epilora.serving.settings import Timeouts
 from epilora.serving.tenants import TenantConfig
 from epilora.types import Completion, GenerateRequest, LoadReceipt, TokenChunk
 from tests.actors.fake_engine import PlainFakeEngine
@@ -134,7 +136,7 @@ def test_nothing_hangs(what: str, fields: dict[str, Any], tmp_path: Path) -> Non
         parts.publish("tone", 1)
         reply = await parts.complete(**fields)
         assert (reply.status, error(reply)["code"]) == (504, "timeout")
-        assert parts.core._running == 0
+        assert parts.core.completions.running == 0
         if what in ("generate", "first"):
             await asyncio.sleep(0.01)
             assert len(parts.engines[0].aborted) == 1
@@ -152,7 +154,7 @@ def test_a_stream_that_stalls_ends_with_an_error_event(tmp_path: Path) -> None:
         assert broken in parts.core.metrics.render().decode()
         await asyncio.sleep(0.01)
         assert len(parts.engines[0].aborted) == 1
-        assert parts.core._running == 0
+        assert parts.core.completions.running == 0
 
     run(scenario())
 
@@ -193,7 +195,7 @@ def test_a_stream_cut_after_its_first_token_is_not_begun_again(tmp_path: Path) -
         seen = await events(await parts.complete(stream=True))
         assert [event["choices"][0]["text"] for event in seen[:-1]] == ["base:0 "]
         assert seen[-1]["error"]["code"] == "engine_unavailable"
-        assert parts.core._running == 0
+        assert parts.core.completions.running == 0
 
     run(scenario())
 
@@ -230,7 +232,7 @@ def test_one_load_serves_all_who_wait_even_if_the_first_leaves(tmp_path: Path) -
         assert {reply.headers["x-epilora-digest"] for reply in replies} == {version.digest}
         assert engine.loads == [version.digest]
         assert tasks[0].cancelled()
-        assert parts.core._running == 0
+        assert parts.core.completions.running == 0
 
     run(scenario())
 
@@ -240,12 +242,12 @@ def test_cancelling_a_request_aborts_it_and_frees_its_place(tmp_path: Path) -> N
         parts = Parts(tmp_path, engines=[PlainFakeEngine(token_s=0.05)])
         task = asyncio.create_task(parts.complete(max_tokens=50, n=2))
         await asyncio.sleep(0.1)
-        assert parts.core._running == 1
+        assert parts.core.completions.running == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.sleep(0.01)
-        assert parts.core._running == 0
+        assert parts.core.completions.running == 0
         assert len(parts.engines[0].aborted) == 2
 
     run(scenario())
@@ -256,12 +258,12 @@ def test_a_stream_that_is_never_read_frees_its_place_when_closed(tmp_path: Path)
         parts = Parts(tmp_path, engines=[PlainFakeEngine(token_s=0.05)])
         reply = await parts.complete(stream=True, max_tokens=50, n=3)
         assert isinstance(reply.body, EventStream)
-        assert parts.core._running == 1
+        assert parts.core.completions.running == 1
         await reply.body.aclose()
         await asyncio.sleep(0.01)
-        assert parts.core._running == 0
+        assert parts.core.completions.running == 0
         assert len(parts.engines[0].aborted) == 3
-        assert parts.core._engines["base"].running == 0
+        assert parts.core.fleet.engines["base"].running == 0
 
     run(scenario())
 
@@ -296,7 +298,11 @@ def test_tenants_take_turns_when_the_engines_are_full(tmp_path: Path) -> None:
         await asyncio.gather(*noisy, *quiet)
         last = max(index for index, tenant in enumerate(order) if tenant == "bolt")
         assert last <= 24, order  # 8 of its own, as many of the neighbour's, and what was under way already
-        assert (parts.core._gate.running, parts.core._gate.waiting, parts.core._running) == (0, 0, 0)
+        assert (
+            parts.core.completions.gate.running,
+            parts.core.completions.gate.waiting,
+            parts.core.completions.running,
+        ) == (0, 0, 0)
 
     run(scenario())
 
@@ -316,7 +322,7 @@ def test_a_turn_that_does_not_come_is_429(tmp_path: Path) -> None:
         late = await second
         assert (late.status, "no turn came in time" in error(late)["message"]) == (429, True)
         assert (await first).status == 200
-        assert parts.core._gate.running == 0
+        assert parts.core.completions.gate.running == 0
 
     run(scenario())
 

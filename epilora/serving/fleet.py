@@ -1,0 +1,201 @@
+"""The engines behind a router: which are up, which versions each holds, and how a version gets into one.
+
+A version is loaded into an engine once however many ask for it, and used only if the engine read back from the slot
+what was to lie there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epilora.errors import NoFreeSlot
+from epilora.types import AdapterVersion, EngineInfo, LoadReceipt
+
+from .messages import bounded
+from .metrics import ServingMetrics
+from .openai_api import ApiError
+from .ports import ChooseEngine, EngineGone, EngineLoad, EnginePort, StorePort
+from .settings import CoreConfig
+
+logger = logging.getLogger(__name__)
+
+DEAD_S = 5.0  # how long an engine that failed is left alone while there are others
+
+
+@dataclass
+class FleetEngine:
+    """What is tracked of one engine. loading: one task per digest, shared by all who wait for it."""
+
+    port: EnginePort
+    info: EngineInfo | None = None
+    resident: dict[str, LoadReceipt] = field(default_factory=dict)
+    loading: dict[str, asyncio.Task[LoadReceipt]] = field(default_factory=dict)
+    running: int = 0
+    dead_until_s: float = 0.0
+
+
+class Fleet:
+    """See the module's docstring. One event loop owns it."""
+
+    def __init__(
+        self,
+        ports: Sequence[EnginePort],
+        store: StorePort,
+        choose: ChooseEngine,
+        *,
+        config: CoreConfig,
+        metrics: ServingMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self.engines = {port.name: FleetEngine(port) for port in ports}
+        self._store, self._choose, self._config, self._metrics, self._clock = store, choose, config, metrics, clock
+        self._background: set[asyncio.Task[Any]] = set()
+
+    # --- what the engines are -------------------------------------------------------------------------------------
+
+    async def info(self, engine: FleetEngine) -> EngineInfo:
+        if engine.info is None:
+            engine.info = await bounded(
+                engine.port.info(), f"engine {engine.port.name}", self._config.timeouts.control_s
+            )
+        return engine.info
+
+    async def any_info(self) -> EngineInfo:
+        """Of the first engine that answers. Raises the last one's error if none does."""
+        error: Exception = EngineGone("no engine is configured")
+        for engine in self.engines.values():
+            try:
+                return await self.info(engine)
+            except (EngineGone, ApiError) as err:
+                error = err
+        raise error
+
+    def base_names(self, info: EngineInfo) -> tuple[str, ...]:
+        """Every name the base answers to, configured ones first."""
+        return tuple(dict.fromkeys((*self._config.base_names, info.model_name)))
+
+    async def count(self) -> None:
+        """Bring every engine's figures into the metrics."""
+        for name, engine in self.engines.items():
+            try:
+                stats = await asyncio.wait_for(engine.port.stats(), 2.0)
+            except Exception as err:
+                logger.info("no statistics from engine %s: %s", name, err)
+                self._metrics.engine(name, {"up": 0.0})
+                continue
+            values: dict[str, float] = {
+                "up": 1.0,
+                "slots_used": len(stats.loaded),
+                "running": stats.running,
+                "waiting": stats.waiting,
+                "kv_usage": stats.kv_usage,
+                "steps": stats.steps,
+                "mixed_steps": stats.mixed_steps,
+                "tenant_rows": stats.tenant_rows,
+                "rollout_rows": stats.rollout_rows,
+            }
+            values |= {f"path_{path}": float(count) for path, count in stats.paths.items()}
+            self._metrics.engine(name, values)
+
+    # --- choosing and loading -------------------------------------------------------------------------------------
+
+    def loads(self) -> list[EngineLoad]:
+        now = self._clock()
+        return [
+            EngineLoad(name, frozenset(engine.resident), engine.running, now >= engine.dead_until_s)
+            for name, engine in self.engines.items()
+        ]
+
+    async def engine_with(self, version: AdapterVersion | None) -> FleetEngine:
+        """An engine that holds the version, loading it if need be.
+
+        Raises EngineGone, NoFreeSlot, AdapterRejected ...
+        """
+        chosen = self._choose(self.loads(), version.digest if version else None)
+        if chosen is None:
+            raise EngineGone("no engine is alive; try again in a few seconds")
+        engine = self.engines[chosen]
+        if version is None:
+            return engine
+        deadline = self._clock() + self._config.timeouts.slot_s
+        while True:
+            try:
+                await self.load(engine, version)
+                return engine
+            except EngineGone as err:
+                self.forget(engine, version, err)
+                raise
+            except NoFreeSlot:
+                if self._clock() >= deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def load(self, engine: FleetEngine, version: AdapterVersion) -> LoadReceipt:
+        """Load once however many ask; the load goes on if one who asked gives up."""
+        receipt = engine.resident.get(version.digest)
+        if receipt is not None:
+            return receipt
+        task = engine.loading.get(version.digest)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._load_now(engine, version))
+            engine.loading[version.digest] = task
+            task.add_done_callback(lambda done: _finish(engine.loading, version.digest, done))
+        return await asyncio.shield(task)
+
+    async def _load_now(self, engine: FleetEngine, version: AdapterVersion) -> LoadReceipt:
+        start = self._clock()
+        try:
+            receipt: LoadReceipt = await bounded(
+                engine.port.load_adapter(version, self._store.tensors(version.digest)),
+                f"loading {version.ref}",
+                self._config.timeouts.load_s,
+            )
+        except Exception as err:
+            self._metrics.loaded(type(err).__name__, self._clock() - start)
+            raise
+        if receipt.digest != version.digest or receipt.readback_digest != receipt.expected_digest:
+            self._metrics.loaded("wrong_readback", self._clock() - start)
+            raise ApiError(
+                500,
+                f"{version.ref} did not arrive intact in slot {receipt.slot}: read back {receipt.readback_digest[:12]},"
+                f" expected {receipt.expected_digest[:12]}",
+                type="server_error",
+                code="load_corrupt",
+            )
+        self._metrics.loaded("ok", self._clock() - start)
+        engine.resident[version.digest] = receipt
+        return receipt
+
+    def forget(self, engine: FleetEngine, version: AdapterVersion | None, err: Exception) -> None:
+        """The engine let a version go (it will be loaded again), or is gone itself."""
+        if isinstance(err, EngineGone):
+            logger.warning("engine %s is gone: %s", engine.port.name, err)
+            engine.resident.clear()
+            engine.info = None
+            if len(self.engines) > 1:
+                engine.dead_until_s = self._clock() + DEAD_S
+        elif version is not None:
+            engine.resident.pop(version.digest, None)
+
+    def abort(self, engine: FleetEngine, request_id: str, engine_requests: Sequence[str]) -> None:
+        """Tell the engine in the background that nobody reads these any more. request_id: of the client's request."""
+
+        async def abort() -> None:
+            try:
+                await asyncio.wait_for(engine.port.abort(engine_requests), 10.0)
+            except Exception as err:
+                logger.warning("could not abort %s in engine %s: %s", request_id, engine.port.name, err)
+
+        task = asyncio.get_running_loop().create_task(abort())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _finish(loading: dict[str, asyncio.Task[LoadReceipt]], digest: str, task: asyncio.Task[LoadReceipt]) -> None:
+    loading.pop(digest, None)
+    if not task.cancelled():
+        task.exception()  # retrieved here in case everyone who waited has gone

@@ -1,0 +1,66 @@
+"""What the router needs of engines and of the store. Ray actors in production, plain objects in tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
+
+
+class EngineGone(Exception):
+    """The engine died or cannot be reached; a port raises it for whatever its transport raises then."""
+
+
+class EnginePort(Protocol):
+    """An engine as the router sees it. Raises the Engine protocol's errors, EngineGone, ValueError for bad input."""
+
+    name: str
+
+    async def info(self) -> EngineInfo: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]: ...
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def load_adapter(self, version: AdapterVersion, tensors: Any) -> LoadReceipt: ...
+
+    async def unload_adapter(self, digest: str) -> None: ...
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> tuple[int, ...]: ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+
+class StorePort(Protocol):
+    """The store as the router sees it. `tensors` gives whatever the engine port's `load_adapter` takes."""
+
+    async def resolve(self, ref: str, tenant: str | None) -> AdapterVersion: ...
+
+    async def names(self, tenant: str | None) -> list[str]: ...
+
+    async def current(self, tenant: str | None, offset: int, limit: int) -> list[AdapterVersion]: ...
+
+    async def versions(self, name: str, tenant: str | None) -> list[AdapterVersion]: ...
+
+    def tensors(self, digest: str) -> Any: ...
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+
+
+ChooseEngine = Callable[[Sequence["EngineLoad"], str | None], str | None]
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """An engine's state for the routing policy. resident: digests it holds; running: requests in flight there."""
+
+    name: str
+    resident: frozenset[str]
+    running: int
+    alive: bool

@@ -1,0 +1,47 @@
+"""An admitted request and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from epilora.types import AdapterVersion, GenerateRequest
+
+from .fairness import Turn
+from .fleet import FleetEngine
+from .limits import Lease
+from .openai_api import Call, Identity
+from .tenants import TenantConfig
+from .tool_calls import ToolCallStream
+
+
+@dataclass
+class Ticket:
+    """What an admitted request holds until it ends: its limits and, once it is its turn, a place at the engines."""
+
+    lease: Lease
+    turn: Turn | None = None
+    open: bool = True
+
+
+@dataclass
+class Job:
+    """One admitted request on its way. first_s, last_s: when tokens came, in seconds after `started_s`."""
+
+    tenant: TenantConfig
+    call: Call
+    identity: Identity
+    version: AdapterVersion | None
+    ticket: Ticket
+    engine: FleetEngine
+    requests: list[GenerateRequest]
+    started_s: float
+    first_s: float | None = None
+    last_s: float | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    unfinished: set[str] = field(default_factory=set)
+    tool_streams: dict[int, ToolCallStream] = field(default_factory=dict)
+
+    @property
+    def adapter_name(self) -> str:
+        return self.version.name if self.version else "base"

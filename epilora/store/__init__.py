@@ -2,6 +2,7 @@
 
 from .digest import adapter_digest
 from .preflight import PreflightReport, preflight
-from .store import AdapterStore, AuditRow, StoreStats
+from .records import AuditRow, StoreStats
+from .store import AdapterStore
 
 __all__ = ["AdapterStore", "AuditRow", "PreflightReport", "StoreStats", "adapter_digest", "preflight"]

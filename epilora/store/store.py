@@ -15,15 +15,8 @@ own and the shared ones, its own first. Numbers are never used twice, deleted na
 from __future__ import annotations
 
 import json
-import re
-import sqlite3
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,60 +25,20 @@ import numpy as np
 from epilora.errors import AdapterNotFound, AdapterRejected
 from epilora.types import AdapterSpec, AdapterVersion
 
-from .digest import DIGEST_CHARS, adapter_digest, as_fp32_tensors, spec_from_dict, spec_json
+from .collect import collect
+from .database import COLUMNS, Database, spec_of, version_of
+from .digest import adapter_digest, as_fp32_tensors, spec_json
+from .host_cache import HostCache
 from .objects import ObjectFiles
 from .peft_files import MAX_ADAPTER_BYTES, write_peft_folder
 from .preflight import PreflightReport, check_tensors, preflight
-from .schema import connect, ensure_schema
+from .records import AUDIT_COLUMNS, AuditRow, StoreStats
+from .refs import DIGEST_PATTERN, check_name, check_owner, parse_ref, visible
 from .sources import read_peft
-
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,127}")
-OWNER_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")  # tenants, and jobs as `job:<name>`
-_DIGEST_PATTERN = re.compile(rf"[0-9a-f]{{12,{DIGEST_CHARS}}}")
-_COLUMNS = (
-    "v.owner, v.name, v.version, v.digest, c.spec,"
-    " v.base_model, v.base_digest, v.created_s, v.metadata, v.base_revision"
-)
-_FROM = " FROM versions v JOIN contents c ON c.digest = v.digest "
-_AUDIT_COLUMNS = ("id", "at_s", "actor", "action", "owner", "name", "version", "digest", "detail")
-MAX_NAMES_IN_ERROR = 20
 
 Versions = list[AdapterVersion]  # AdapterStore has a method called `list`, so its annotations use these
 Strings = list[str]
-
-
-@dataclass(frozen=True)
-class AuditRow:
-    """One change.
-
-    at_s: unix time. actor: who asked (tenant, job, admin), action: publish, promote, rollback, pin ...
-    """
-
-    id: int
-    at_s: float
-    actor: str
-    action: str
-    owner: str
-    name: str
-    version: int | None
-    digest: str
-    detail: dict[str, Any]
-
-
 Rows = list[AuditRow]
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """Counters of this process and totals of the store. Bytes are fp32 file sizes."""
-
-    names: int
-    versions: int
-    contents: int
-    disk_bytes: int
-    host_bytes: int
-    host_hits: int
-    disk_reads: int
 
 
 class AdapterStore:
@@ -103,15 +56,8 @@ class AdapterStore:
         self.root.mkdir(parents=True, exist_ok=True)
         self._step = on_step or (lambda name: None)
         self._files = ObjectFiles(self.root, self._step)
-        self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
-        self._connections_lock = threading.Lock()
-        self._cache: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
-        self._cache_bytes, self._cache_limit = 0, host_cache_bytes
-        self._cache_lock = threading.Lock()
-        self._loading: dict[str, threading.Event] = {}
-        self._hits = self._reads = 0
-        ensure_schema(self._db(), self.root / "store.sqlite")
+        self._cache = HostCache(host_cache_bytes)
+        self.database = Database(self.root / "store.sqlite", self._step)
 
     @classmethod
     def open_same(cls, root: str | Path, store_id: str) -> AdapterStore | None:
@@ -124,41 +70,9 @@ class AdapterStore:
         store.close()
         return None
 
-    # --- connections and transactions -------------------------------------------------------------------------------
-
-    def _db(self) -> sqlite3.Connection:
-        connection = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = connect(self.root / "store.sqlite")
-            with self._connections_lock:
-                self._connections.append(connection)
-        return connection
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it is durable when the block ends, none of it if the block raises or the process
-        dies.
-        """
-        db = self._db()
-        self._step("db:begin")
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            yield db
-            self._step("db:before-commit")
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise
-        self._step("db:committed")
-
     def close(self) -> None:
         """Close every thread's connection. The store must not be used afterwards."""
-        with self._connections_lock:
-            for connection in self._connections:
-                connection.close()
-            self._connections.clear()
-        self._local = threading.local()
+        self.database.close()
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
@@ -184,16 +98,15 @@ class AdapterStore:
         metadata: JSON-able, kept as it is (ignored when the version exists already). promote: move the name to the
         version. Durable when it returns. Raises AdapterRejected (keys, shapes, NaN), ValueError (name, metadata).
         """
-        _check_name(name)
-        if owner and not OWNER_PATTERN.fullmatch(owner):
-            raise ValueError(f"owner {owner!r}: allowed are 1 to 128 letters, digits, '.', '_', '-' and ':'")
+        check_name(name)
+        check_owner(owner)
         document = json.dumps(dict(metadata or {}), sort_keys=True, allow_nan=True)
         arrays = as_fp32_tensors(tensors)
         report = check_tensors(spec, arrays)
         digest = adapter_digest(spec, arrays)
         with self._files.lock(exclusive=False):
             size = self._files.write(digest, spec, arrays)
-            with self._write() as db:
+            with self.database.write() as db:
                 now = time.time()
                 db.execute(
                     "INSERT OR IGNORE INTO contents VALUES(?,?,?,?,?)",
@@ -222,12 +135,12 @@ class AdapterStore:
                     db.execute("UPDATE names SET next_version=? WHERE owner=? AND name=?", (number + 1, owner, name))
                     self._check_quota(owner, quota)
                     detail = {"bytes": size, "modules": len(report.covered), "promote": promote}
-                    self._audit(db, actor, "publish", (owner, name, number, digest), detail)
+                    self.database.audit(db, actor, "publish", (owner, name, number, digest), detail)
                 if promote and current != number:
-                    self._point(db, owner, name, number)
+                    self.database.point(db, owner, name, number)
                 self._step("db:pointer")
-                version = self._fetch(db, owner, name, number)
-        self._keep(digest, {key: array.copy() for key, array in arrays.items()})
+                version = self.database.fetch(db, owner, name, number)
+        self._cache.keep(digest, {key: array.copy() for key, array in arrays.items()})
         return version
 
     def import_peft(
@@ -253,7 +166,7 @@ class AdapterStore:
 
         Raises AdapterRejected with the reason; nothing is stored then.
         """
-        _check_name(name)
+        check_name(name)
         config, tensors = read_peft(str(folder), max_bytes=max_bytes)
         report = preflight(config, tensors, base, max_rank=max_rank)
         plain = {key.replace(".default.weight", ".weight"): tensor for key, tensor in tensors.items()}
@@ -288,12 +201,12 @@ class AdapterStore:
         tenant: what that tenant may see: its own names first, then shared ones, nothing else. None: everything; a bare
         name is the shared one, or the only one there is. Raises AdapterNotFound listing the names that exist.
         """
-        db = self._db()
-        owner, name, number = _parse_ref(ref)
+        db = self.database.connection()
+        owner, name, number = parse_ref(ref)
         if name:
-            found = self._owner_of(db, owner, name, tenant)
+            found = self.database.owner_of(db, owner, name, tenant)
             if found is not None:
-                rows = self._select(
+                rows = self.database.select(
                     db,
                     "WHERE v.owner=? AND v.name=? AND v.version="
                     + ("?" if number else "(SELECT current FROM names WHERE owner=v.owner AND name=v.name)"),
@@ -301,49 +214,25 @@ class AdapterStore:
                 )
                 if rows:
                     return rows[0]
-                raise AdapterNotFound(self._no_version(db, found, name, number))
-        if _DIGEST_PATTERN.fullmatch(ref):
+                raise AdapterNotFound(self.database.no_version(db, found, name, number))
+        if DIGEST_PATTERN.fullmatch(ref):
             seen = "" if tenant is None else " AND v.owner IN (?, '')"
             args = (ref, ref + "g") if tenant is None else (ref, ref + "g", tenant)
-            rows = self._select(db, f"WHERE v.digest >= ? AND v.digest < ?{seen} ORDER BY v.id LIMIT 50", args)
+            rows = self.database.select(db, f"WHERE v.digest >= ? AND v.digest < ?{seen} ORDER BY v.id LIMIT 50", args)
             digests = {row.digest for row in rows}
             if len(digests) > 1:
                 raise AdapterNotFound(f"digest {ref} is the beginning of {len(digests)} digests; give more characters")
             if rows:
                 return rows[0]
-        raise AdapterNotFound(f"no adapter {ref!r}; {self._existing(tenant)}")
-
-    def _owner_of(self, db: sqlite3.Connection, owner: str | None, name: str, tenant: str | None) -> str | None:
-        """Which owner's name a reference means, or None if there is none it may see."""
-        if owner is not None and tenant is not None and owner not in (tenant, ""):
-            return None
-        owners = [
-            row[0]
-            for row in db.execute(
-                "SELECT owner FROM names WHERE name=? AND current IS NOT NULL ORDER BY owner", (name,)
-            )
-            if (owner is None or row[0] == owner) and (tenant is None or row[0] in (tenant, ""))
-        ]
-        if tenant is not None:
-            return tenant if tenant in owners else owners[0] if owners else None
-        if len(owners) > 1 and "" not in owners:
-            raise AdapterNotFound(f"adapter name {name!r} belongs to {', '.join(owners)}; ask for owner/{name}")
-        return owners[0] if owners else None
+        raise AdapterNotFound(f"no adapter {ref!r}; {self.database.existing(tenant)}")
 
     def names(self, *, owner: str | None = None, tenant: str | None = None, limit: int = 100_000) -> Strings:
         """Names that exist: of one owner, or all a tenant sees, or (neither given) all, as `owner/name` where owned."""
-        where, args = _visible(owner, tenant, "n")
-        rows = self._db().execute(
-            f"SELECT n.owner, n.name FROM names n WHERE n.current IS NOT NULL{where} ORDER BY n.owner, n.name LIMIT ?",
-            (*args, limit),
-        )
-        if owner is not None or tenant is not None:
-            return sorted({name for _, name in rows})
-        return [f"{found}/{name}" if found else name for found, name in rows]
+        return self.database.names(owner=owner, tenant=tenant, limit=limit)
 
     def current(self, *, tenant: str | None = None, offset: int = 0, limit: int = 100) -> Versions:
         """What each visible name points at, ordered by name, one page. A tenant's own name hides a shared one."""
-        where, args = _visible(None, tenant, "n")
+        where, args = visible(None, tenant, "n")
         hidden = ""
         if tenant is not None:
             hidden = (
@@ -351,39 +240,41 @@ class AdapterStore:
                 " AND o.current IS NOT NULL))"
             )
             args = (*args, tenant, tenant)
-        rows = self._db().execute(
-            f"SELECT {_COLUMNS} FROM names n"
+        rows = self.database.connection().execute(
+            f"SELECT {COLUMNS} FROM names n"
             " JOIN versions v ON v.owner=n.owner AND v.name=n.name AND v.version=n.current"
             f" JOIN contents c ON c.digest=v.digest WHERE n.current IS NOT NULL{where}{hidden}"
             " ORDER BY n.name, n.owner LIMIT ? OFFSET ?",
             (*args, limit, offset),
         )
-        return [_version(row) for row in rows]
+        return [version_of(row) for row in rows]
 
     def versions(self, name: str, *, owner: str | None = None, tenant: str | None = None) -> Versions:
         """All versions of a name, oldest first. Raises AdapterNotFound."""
-        db = self._db()
-        given, name, _ = _parse_ref(name)
-        found = self._owner_of(db, owner if owner is not None else given, name, tenant) if name else None
+        db = self.database.connection()
+        given, name, _ = parse_ref(name)
+        found = self.database.owner_of(db, owner if owner is not None else given, name, tenant) if name else None
         if found is None:
-            raise AdapterNotFound(f"no adapter {name!r}; {self._existing(tenant)}")
-        return self._select(db, "WHERE v.owner=? AND v.name=? ORDER BY v.version", (found, name))
+            raise AdapterNotFound(f"no adapter {name!r}; {self.database.existing(tenant)}")
+        return self.database.select(db, "WHERE v.owner=? AND v.name=? ORDER BY v.version", (found, name))
 
     def list(self, *, offset: int = 0, limit: int = 100, owner: str | None = None) -> Versions:
         """All versions, newest first, one page. owner: only its own ("" for the shared ones)."""
         where, args = ("WHERE owner=? ", (owner,)) if owner is not None else ("", ())
         page = f"(SELECT id FROM versions {where}ORDER BY id DESC LIMIT ? OFFSET ?)"
-        return self._select(self._db(), f"WHERE v.id IN {page} ORDER BY v.id DESC", (*args, limit, offset))
+        return self.database.select(
+            self.database.connection(), f"WHERE v.id IN {page} ORDER BY v.id DESC", (*args, limit, offset)
+        )
 
     def promote(self, name: str, version: int, *, owner: str | None = None, actor: str = "") -> AdapterVersion:
         """Point the name at one of its versions. Atomic and durable. Raises AdapterNotFound."""
-        with self._write() as db:
-            found, name = self._own(db, name, owner)
-            target = self._fetch(db, found, name, version)
-            if self._current(db, found, name) != version:
-                self._point(db, found, name, version)
+        with self.database.write() as db:
+            found, name = self.database.own(db, name, owner)
+            target = self.database.fetch(db, found, name, version)
+            if self.database.current(db, found, name) != version:
+                self.database.point(db, found, name, version)
             self._step("db:pointer")
-            self._audit(db, actor, "promote", (found, name, version, target.digest), {})
+            self.database.audit(db, actor, "promote", (found, name, version, target.digest), {})
         return target
 
     def rollback(self, name: str, *, owner: str | None = None, actor: str = "") -> AdapterVersion:
@@ -391,8 +282,8 @@ class AdapterStore:
 
         Raises ValueError if there is nothing before, AdapterNotFound.
         """
-        with self._write() as db:
-            found, name = self._own(db, name, owner)
+        with self.database.write() as db:
+            found, name = self.database.own(db, name, owner)
             history = db.execute(
                 "SELECT id, version FROM pointers WHERE owner=? AND name=? ORDER BY id DESC LIMIT 2", (found, name)
             ).fetchall()
@@ -401,8 +292,10 @@ class AdapterStore:
             db.execute("DELETE FROM pointers WHERE id=?", (history[0][0],))
             db.execute("UPDATE names SET current=? WHERE owner=? AND name=?", (history[1][1], found, name))
             self._step("db:pointer")
-            target = self._fetch(db, found, name, history[1][1])
-            self._audit(db, actor, "rollback", (found, name, target.version, target.digest), {"from": history[0][1]})
+            target = self.database.fetch(db, found, name, history[1][1])
+            self.database.audit(
+                db, actor, "rollback", (found, name, target.version, target.digest), {"from": history[0][1]}
+            )
         return target
 
     def delete(self, name: str, *, owner: str | None = None, actor: str = "") -> Strings:
@@ -410,9 +303,9 @@ class AdapterStore:
 
         Returns the digests it had. Raises AdapterNotFound, ValueError if one of them is pinned.
         """
-        with self._write() as db:
-            found, name = self._own(db, name, owner)
-            digests = [row.digest for row in self._select(db, "WHERE v.owner=? AND v.name=?", (found, name))]
+        with self.database.write() as db:
+            found, name = self.database.own(db, name, owner)
+            digests = [row.digest for row in self.database.select(db, "WHERE v.owner=? AND v.name=?", (found, name))]
             for digest in digests:
                 holders = [row[0] for row in db.execute("SELECT holder FROM pins WHERE digest=?", (digest,))]
                 elsewhere = db.execute(
@@ -424,7 +317,7 @@ class AdapterStore:
             self._step("db:deleted")
             db.execute("DELETE FROM pointers WHERE owner=? AND name=?", (found, name))
             db.execute("UPDATE names SET current=NULL WHERE owner=? AND name=?", (found, name))
-            self._audit(db, actor, "delete", (found, name, None, ""), {"digests": digests})
+            self.database.audit(db, actor, "delete", (found, name, None, ""), {"digests": digests})
         return digests
 
     # --- content --------------------------------------------------------------------------------------------------
@@ -435,37 +328,17 @@ class AdapterStore:
         Raises AdapterNotFound, DamagedObject.
         """
         digest, spec = self._content(digest)
-        while True:
-            with self._cache_lock:
-                if digest in self._cache:
-                    self._cache.move_to_end(digest)
-                    self._hits += 1
-                    return dict(self._cache[digest])
-                event = self._loading.get(digest)
-                if event is None:
-                    event = self._loading[digest] = threading.Event()
-                    break
-            event.wait()
-            if self._cache_limit == 0:
-                break
         try:
-            arrays = self._files.read(digest, spec)
-            self._reads += 1
-            self._keep(digest, arrays)
-            return dict(arrays)
+            return self._cache.get(digest, lambda: self._files.read(digest, spec))
         except FileNotFoundError as err:
             raise AdapterNotFound(f"content {digest[:12]} has been collected or lost") from err
-        finally:
-            with self._cache_lock:
-                self._loading.pop(digest, None)
-            event.set()
 
     def _content(self, digest: str) -> tuple[str, AdapterSpec]:
         """Full digest and spec of stored content; names play no part here."""
         rows = []
-        if _DIGEST_PATTERN.fullmatch(digest):
+        if DIGEST_PATTERN.fullmatch(digest):
             rows = (
-                self._db()
+                self.database.connection()
                 .execute(
                     "SELECT digest, spec FROM contents WHERE digest >= ? AND digest < ? LIMIT 2", (digest, digest + "g")
                 )
@@ -475,48 +348,36 @@ class AdapterStore:
             raise AdapterNotFound(
                 f"{len(rows) or 'no'} adapter contents have the digest {digest!r}; give all 64 characters"
             )
-        return rows[0][0], _spec(rows[0][1])
-
-    def _keep(self, digest: str, arrays: Mapping[str, np.ndarray]) -> None:
-        size = sum(array.nbytes for array in arrays.values())
-        if size > self._cache_limit:
-            return
-        kept = dict(arrays)
-        for array in kept.values():
-            array.flags.writeable = False
-        with self._cache_lock:
-            if digest not in self._cache:
-                self._cache[digest] = kept
-                self._cache_bytes += size
-            while self._cache_bytes > self._cache_limit:
-                _, dropped = self._cache.popitem(last=False)
-                self._cache_bytes -= sum(array.nbytes for array in dropped.values())
+        return rows[0][0], spec_of(rows[0][1])
 
     def pin(self, digest: str, holder: str, *, actor: str = "") -> None:
         """Keep this content while `holder` needs it. Idempotent. Raises AdapterNotFound."""
         digest, _ = self._content(digest)
-        with self._write() as db:
+        with self.database.write() as db:
             if db.execute("SELECT 1 FROM contents WHERE digest=?", (digest,)).fetchone() is None:
                 raise AdapterNotFound(f"content {digest[:12]} was collected before it could be pinned")
             made = db.execute("INSERT OR IGNORE INTO pins VALUES(?,?,?)", (digest, holder, time.time())).rowcount
             self._step("db:pin")
             if made:
-                self._audit(db, actor, "pin", ("", "", None, digest), {"holder": holder})
+                self.database.audit(db, actor, "pin", ("", "", None, digest), {"holder": holder})
 
     def unpin(self, digest: str, holder: str, *, actor: str = "") -> None:
         """Give up a pin. Does nothing if there is none."""
-        with self._write() as db:
+        with self.database.write() as db:
             gone = db.execute(
                 "DELETE FROM pins WHERE holder=? AND digest >= ? AND digest < ?", (holder, digest, digest + "g")
             ).rowcount
             self._step("db:pin")
             if gone:
-                self._audit(db, actor, "unpin", ("", "", None, digest), {"holder": holder})
+                self.database.audit(db, actor, "unpin", ("", "", None, digest), {"holder": holder})
 
     def pins(self, digest: str) -> Strings:
         """Who holds this content, sorted."""
         return [
-            row[0] for row in self._db().execute("SELECT holder FROM pins WHERE digest=? ORDER BY holder", (digest,))
+            row[0]
+            for row in self.database.connection().execute(
+                "SELECT holder FROM pins WHERE digest=? ORDER BY holder", (digest,)
+            )
         ]
 
     def gc(self, keep_latest: int = 3, *, actor: str = "") -> Strings:
@@ -528,65 +389,24 @@ class AdapterStore:
         """
         if keep_latest < 1:
             raise ValueError(f"gc: keep_latest={keep_latest}; at least 1 version of a name is kept")
-        with self._files.lock(exclusive=True):
-            with self._write() as db:
-                doomed = [
-                    row[0]
-                    for row in db.execute(
-                        "SELECT v.id FROM versions v JOIN names n ON n.owner=v.owner AND n.name=v.name"
-                        " WHERE v.version IS NOT n.current"
-                        " AND v.digest NOT IN (SELECT digest FROM pins)"
-                        " AND (SELECT COUNT(*) FROM versions w WHERE w.owner=v.owner AND w.name=v.name"
-                        "      AND w.version > v.version) >= ?"
-                        " AND v.version NOT IN (SELECT p.version FROM pointers p"
-                        "      WHERE p.owner=v.owner AND p.name=v.name ORDER BY p.id DESC LIMIT 2)",
-                        (keep_latest,),
-                    )
-                ]
-                db.executemany("DELETE FROM versions WHERE id=?", [(row,) for row in doomed])
-                self._step("gc:versions")
-                db.execute(
-                    "DELETE FROM pointers WHERE NOT EXISTS(SELECT 1 FROM versions v WHERE v.owner=pointers.owner"
-                    " AND v.name=pointers.name AND v.version=pointers.version)"
-                )
-                unused = [
-                    row[0]
-                    for row in db.execute(
-                        "SELECT digest FROM contents WHERE digest NOT IN (SELECT digest FROM versions)"
-                        " AND digest NOT IN (SELECT digest FROM pins) ORDER BY digest"
-                    )
-                ]
-                db.executemany("DELETE FROM probes WHERE digest=?", [(digest,) for digest in unused])
-                db.executemany("DELETE FROM contents WHERE digest=?", [(digest,) for digest in unused])
-                self._step("gc:contents")
-                if doomed or unused:
-                    self._audit(db, actor, "gc", ("", "", None, ""), {"versions": len(doomed), "digests": unused})
-            with self._cache_lock:
-                for digest in unused:
-                    dropped = self._cache.pop(digest, None)
-                    self._cache_bytes -= sum(array.nbytes for array in (dropped or {}).values())
-            for digest in unused:
-                self._files.remove(digest)
-            known = {row[0] for row in self._db().execute("SELECT digest FROM contents")}
-            orphans = self._files.sweep(known.__contains__)
-        return sorted({*unused, *orphans})
+        return collect(self.database, self._files, self._cache, keep_latest, actor=actor)
 
     # --- probes, audit, counters ----------------------------------------------------------------------------------
 
     def record_probe(self, digest: str, base_digest: str, result: Mapping[str, Any], *, actor: str = "") -> None:
         """Keep what a loaded version was measured to do on one base (replaces an earlier result)."""
-        with self._write() as db:
+        with self.database.write() as db:
             db.execute(
                 "INSERT OR REPLACE INTO probes VALUES(?,?,?,?)",
                 (digest, base_digest, time.time(), json.dumps(dict(result), sort_keys=True)),
             )
             self._step("db:probe")
-            self._audit(db, actor, "probe", ("", "", None, digest), {"base_digest": base_digest})
+            self.database.audit(db, actor, "probe", ("", "", None, digest), {"base_digest": base_digest})
 
     def probe(self, digest: str, base_digest: str) -> dict[str, Any] | None:
         """The recorded result, None if there is none."""
         row = (
-            self._db()
+            self.database.connection()
             .execute("SELECT result FROM probes WHERE digest=? AND base_digest=?", (digest, base_digest))
             .fetchone()
         )
@@ -601,23 +421,23 @@ class AdapterStore:
         detail: Mapping[str, Any] | None = None,
     ) -> None:
         """Write an audit row for something done with a version elsewhere (load, unload, refuse)."""
-        with self._write() as db:
+        with self.database.write() as db:
             owner, name, version, digest = (
                 ("", "", None, "") if ref is None else (ref.owner, ref.name, ref.version, ref.digest)
             )
-            self._audit(db, actor, action, (owner, name, version, digest), dict(detail or {}))
+            self.database.audit(db, actor, action, (owner, name, version, digest), dict(detail or {}))
 
     def audit(self, *, after_id: int = 0, limit: int = 100, owner: str | None = None) -> Rows:
         """Audit rows with id > after_id, oldest first."""
         where, args = (" AND owner=?", (owner,)) if owner is not None else ("", ())
-        rows = self._db().execute(
+        rows = self.database.connection().execute(
             f"SELECT * FROM audit WHERE id>?{where} ORDER BY id LIMIT ?", (after_id, *args, limit)
         )
-        return [AuditRow(**dict(zip(_AUDIT_COLUMNS, row)) | {"detail": json.loads(row[-1])}) for row in rows]
+        return [AuditRow(**dict(zip(AUDIT_COLUMNS, row)) | {"detail": json.loads(row[-1])}) for row in rows]
 
     def owner_usage(self, owner: str) -> tuple[int, int]:
         """(names, bytes of distinct content) an owner has."""
-        db = self._db()
+        db = self.database.connection()
         names = db.execute("SELECT COUNT(*) FROM names WHERE owner=? AND current IS NOT NULL", (owner,)).fetchone()[0]
         size = db.execute(
             "SELECT COALESCE(SUM(bytes),0) FROM contents WHERE digest IN (SELECT digest FROM versions WHERE owner=?)",
@@ -629,7 +449,7 @@ class AdapterStore:
         """Within a transaction, after the new version's row: undone by raising."""
         names, size = self.owner_usage(owner)
         names += (
-            self._db()
+            self.database.connection()
             .execute(  # a name that is new in this transaction points nowhere yet
                 "SELECT COUNT(*) FROM names n WHERE owner=? AND current IS NULL AND EXISTS(SELECT 1 FROM versions v"
                 " WHERE v.owner=n.owner AND v.name=n.name)",
@@ -645,15 +465,15 @@ class AdapterStore:
 
     def change_count(self) -> int:
         """Grows with every change by any process: the id of the last audit row."""
-        return int(self._db().execute("SELECT COALESCE(MAX(id),0) FROM audit").fetchone()[0])
+        return int(self.database.connection().execute("SELECT COALESCE(MAX(id),0) FROM audit").fetchone()[0])
 
     def identity(self) -> tuple[str, str]:
         """(absolute folder, random id made with the store): tells whether a folder elsewhere is this very store."""
-        found = self._db().execute("SELECT value FROM meta WHERE key='store_id'").fetchone()
+        found = self.database.connection().execute("SELECT value FROM meta WHERE key='store_id'").fetchone()
         return str(self.root.resolve()), str(found[0])
 
     def stats(self) -> StoreStats:
-        db = self._db()
+        db = self.database.connection()
         names, versions, contents, size = (
             int(db.execute(query).fetchone()[0])
             for query in (
@@ -663,113 +483,4 @@ class AdapterStore:
                 "SELECT COALESCE(SUM(bytes),0) FROM contents",
             )
         )
-        return StoreStats(names, versions, contents, size, self._cache_bytes, self._hits, self._reads)
-
-    # --- helpers --------------------------------------------------------------------------------------------------
-
-    def _select(self, db: sqlite3.Connection, tail: str, args: tuple[Any, ...]) -> Versions:
-        return [_version(row) for row in db.execute(f"SELECT {_COLUMNS}{_FROM}{tail}", args)]
-
-    def _fetch(self, db: sqlite3.Connection, owner: str, name: str, version: int) -> AdapterVersion:
-        rows = self._select(db, "WHERE v.owner=? AND v.name=? AND v.version=?", (owner, name, version))
-        if not rows:
-            raise AdapterNotFound(self._no_version(db, owner, name, version))
-        return rows[0]
-
-    def _no_version(self, db: sqlite3.Connection, owner: str, name: str, version: int | None) -> str:
-        numbers = [
-            str(row[0])
-            for row in db.execute(
-                "SELECT version FROM versions WHERE owner=? AND name=? ORDER BY version DESC LIMIT ?",
-                (owner, name, MAX_NAMES_IN_ERROR),
-            )
-        ]
-        return f"adapter {name!r} has no version {version}; the newest are {', '.join(numbers) or 'none'}"
-
-    def _own(self, db: sqlite3.Connection, name: str, owner: str | None) -> tuple[str, str]:
-        given, bare, number = _parse_ref(name)
-        found = self._owner_of(db, owner if owner is not None else given, bare, None) if bare and not number else None
-        if found is None:
-            raise AdapterNotFound(f"no adapter {name!r}; {self._existing(None)}")
-        return found, bare
-
-    def _current(self, db: sqlite3.Connection, owner: str, name: str) -> int | None:
-        return db.execute("SELECT current FROM names WHERE owner=? AND name=?", (owner, name)).fetchone()[0]
-
-    def _point(self, db: sqlite3.Connection, owner: str, name: str, version: int) -> None:
-        db.execute("UPDATE names SET current=? WHERE owner=? AND name=?", (version, owner, name))
-        db.execute("INSERT INTO pointers(owner,name,version,at_s) VALUES(?,?,?,?)", (owner, name, version, time.time()))
-
-    def _audit(
-        self,
-        db: sqlite3.Connection,
-        actor: str,
-        action: str,
-        subject: tuple[str, str, int | None, str],
-        detail: Mapping[str, Any],
-    ) -> None:
-        """subject: owner, name, version, digest of what changed."""
-        db.execute(
-            "INSERT INTO audit(at_s,actor,action,owner,name,version,digest,detail) VALUES(?,?,?,?,?,?,?,?)",
-            (time.time(), actor, action, *subject, json.dumps(detail, sort_keys=True)),
-        )
-        self._step("db:audit")
-
-    def _existing(self, tenant: str | None) -> str:
-        names = self.names(tenant=tenant, limit=MAX_NAMES_IN_ERROR + 1)
-        if not names:
-            return "there are no adapters yet"
-        more = ", ..." if len(names) > MAX_NAMES_IN_ERROR else ""
-        return f"existing adapters: {', '.join(names[:MAX_NAMES_IN_ERROR])}{more}"
-
-
-def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name) or _DIGEST_PATTERN.fullmatch(name):
-        raise ValueError(
-            f"adapter name {name!r}: allowed are 1 to 128 letters, digits, '.', '_' and '-', the first a letter or"
-            " digit, and nothing that could be a digest"
-        )
-
-
-def _parse_ref(ref: str) -> tuple[str | None, str, int | None]:
-    """(owner or None, name or "" if it cannot be one, version or None) of `[owner/]name[@version]`."""
-    if not isinstance(ref, str):
-        return None, "", None
-    owner, slash, rest = ref.rpartition("/")
-    name, at, number = rest.partition("@")
-    if not NAME_PATTERN.fullmatch(name) or (slash and owner and not OWNER_PATTERN.fullmatch(owner)):
-        return None, "", None
-    if at and not (number.isascii() and number.isdigit() and 1 <= len(number) <= 9 and int(number) > 0):
-        return None, "", None
-    return (owner if slash else None), name, int(number) if at else None
-
-
-def _visible(owner: str | None, tenant: str | None, table: str) -> tuple[str, tuple[Any, ...]]:
-    if owner is not None:
-        return f" AND {table}.owner=?", (owner,)
-    if tenant is not None:
-        return f" AND {table}.owner IN (?, '')", (tenant,)
-    return "", ()
-
-
-@lru_cache(maxsize=4096)
-def _spec(document: str) -> AdapterSpec:
-    return spec_from_dict(json.loads(document))
-
-
-def _version(row: tuple[Any, ...]) -> AdapterVersion:
-    owner, name, version, digest, spec, base_model, base_digest, created_s, metadata, revision = row
-    document = json.loads(metadata)
-    if revision:
-        document["base_revision"] = revision
-    return AdapterVersion(
-        name=name,
-        version=version,
-        digest=digest,
-        spec=_spec(spec),
-        base_digest=base_digest,
-        base_model=base_model,
-        created_s=created_s,
-        metadata=document,
-        owner=owner,
-    )
+        return StoreStats(names, versions, contents, size, self._cache.bytes, self._cache.hits, self._cache.reads)

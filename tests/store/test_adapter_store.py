@@ -296,8 +296,8 @@ def test_a_second_reader_knows_whether_it_is_the_same_store(store: AdapterStore,
 
 
 def test_connections_are_durable_by_setting(store: AdapterStore) -> None:
-    assert store._db().execute("PRAGMA journal_mode").fetchone()[0] == "wal"
-    assert store._db().execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
+    assert store.database.connection().execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    assert store.database.connection().execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
 
 
 def test_publish_refuses_what_cannot_be_served(store: AdapterStore) -> None:

@@ -81,8 +81,8 @@ def snapshot(root: Path) -> dict[str, object]:
         seen[f"pins {version.digest}"] = store.pins(version.digest)
         seen[f"probe {version.digest}"] = store.probe(version.digest, "d" * 64)
     seen["actions"] = [row.action for row in store.audit(limit=1000)]
-    assert store._db().execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-    assert store._db().execute("PRAGMA foreign_key_check").fetchall() == []
+    assert store.database.connection().execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    assert store.database.connection().execute("PRAGMA foreign_key_check").fetchall() == []
     store.close()
     return seen
 
@@ -115,7 +115,7 @@ def test_kill_at_every_step(operation: str, tmp_path: Path) -> None:
             assert snapshot(root) == after
         store.gc(keep_latest=1000)
         files = {path.stem for path in root.glob("objects/*/*")}
-        rows = {row[0] for row in store._db().execute("SELECT digest FROM contents")}
+        rows = {row[0] for row in store.database.connection().execute("SELECT digest FROM contents")}
         assert files == rows
         assert list((root / "temp").iterdir()) == []
         store.close()

@@ -28,7 +28,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> AdapterStore:
         for name in range(NAMES)
         for version in range(1, VERSIONS + 1)
     ]
-    db = store._db()
+    db = store.database.connection()
     db.execute("BEGIN")
     db.executemany("INSERT OR IGNORE INTO owners VALUES(?, 0)", [(owner,) for owner, *_ in rows])
     db.executemany("INSERT INTO contents VALUES(?, ?, 1000, 4, 0)", [(row[3], spec_json(SPEC)) for row in rows])

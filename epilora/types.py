@@ -106,7 +106,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """A piece of a streamed completion: the new tokens and text since the last chunk; finish_reason on the last one."""
+    """A piece of a streamed completion: the new tokens and text since the last chunk; finish_reason on the last one.
+
+    adapter: digest that was applied, None for the base.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -116,6 +119,7 @@ class TokenChunk:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,7 @@ class StepThread:
                 prompt_tokens=len(live.prompt),
                 completion_tokens=live.produced,
                 top_logprobs=top,
+                adapter=live.request.adapter,
             )
         )
 
@@ -288,7 +289,8 @@ class StepThread:
                 continue
             completion = self._make_completion(live, tuple(tokens), logprobs, "abort", None)
             if live.on_chunk is not None:
-                live.on_chunk(TokenChunk(live.request.request_id, (), "", (), "abort", len(live.prompt), live.produced))
+                ended = (live.request.request_id, (), "", (), "abort", len(live.prompt), live.produced)
+                live.on_chunk(TokenChunk(*ended, adapter=live.request.adapter))
             self._finish(live, completion)
 
     def _take_snapshot(self) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-COMMANDS: dict[str, tuple[str, str]] = {}  # name -> (module, one line about it)
+COMMANDS: dict[str, tuple[str, str]] = {  # name -> (module, one line about it)
+    "plan": ("jobs.plan", "what a configuration needs and which GPU types can run it"),
+}
 
 
 def usage() -> str:

@@ -1,123 +1,132 @@
 """One planner: what a job will place where and how much memory it needs, before anything starts.
 
-It serves `--dry-run`, the refusal of what cannot fit, and the bundle that the EnginePool asks Ray for. The arithmetic is
-printed line by line. Sizes of a base: every linear layer's codes (1 byte a weight in FP8) and fp32 scales (one per out
-channel), the parameters that stay in the engine's dtype (embeddings, norms, biases), adapter slots, the KV cache, and a
-per-process part measured on the machine the results file names.
+It serves `epilora plan`, `--dry-run`, the refusal of what cannot fit, and the bundle and labels that the EnginePool asks Ray
+for. The arithmetic (epilora/sizing.py) is printed line by line.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from epilora import sizing
 from epilora.config.schema import JobConfig, Placement
 from epilora.errors import MemoryInfeasible
+from epilora.gpus import GPU_TYPES, GpuType
+from epilora.model_facts import ModelFacts, read_facts
+from epilora.sizing import GIB, MIB, MemoryLine
 
-MIB = 2**20
-GIB = 2**30
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+__all__ = ["GIB", "GPU_TYPES", "MIB", "Candidate", "MemoryLine", "Plan", "available_memory_bytes", "plan", "plan_for"]
+
 # Private memory of one process after its imports, without any model (CPU build: vLLM 0.28, transformers 5.24).
 CPU_ENGINE_PROCESS_BYTES = 750 * MIB
 CPU_TRAINER_PROCESS_BYTES = 350 * MIB
 CPU_RAY_BYTES = 900 * MIB  # GCS, raylet, agents, Serve's controller, proxy and one replica, the store, the driver
-# A CUDA context with the kernels vLLM loads; a second one for the trainer's process.
-GPU_CONTEXT_BYTES = 600 * MIB
-# Memory and abilities of the GPUs a cluster may offer, by ray.io/accelerator-type.
-GPU_TYPES: dict[str, tuple[int, str]] = {
-    "L40S": (48 * GIB, "sm_89"),
-    "H100": (80 * GIB, "sm_90"),
-    "H200": (141 * GIB, "sm_90"),
-    "RTX-PRO-6000": (96 * GIB, "sm_120"),
-    "B200": (180 * GIB, "sm_100"),
-}
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
+NVLINK_PAIR = "nvlink_pair"  # custom resource of a node whose GPUs are NVLink pairs, one per pair
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Parameter counts read from a model folder's config.json. A linear layer is (out features, in features)."""
+class Candidate:
+    """A GPU type that can run the plan, and the kernel path it is expected to take."""
 
-    architecture: str
-    linears: tuple[tuple[int, int], ...]
-    other_parameters: int
-    layers: int
-    kv_bytes_per_token: int
-
-    @property
-    def linear_parameters(self) -> int:
-        return sum(n * k for n, k in self.linears)
-
-
-@dataclass(frozen=True)
-class MemoryLine:
-    what: str
-    count_bytes: int
+    gpu: GpuType
+    kernel_path: str
 
 
 @dataclass(frozen=True)
 class Plan:
     """Where one base goes and what it takes.
 
-    bundle: resources of its placement-group bundle. memory: lines of host memory (no GPU) or of one GPU's memory.
-    refusals: accelerator type -> why it cannot run this. environment: variables of the engine's and trainer's processes.
+    bundle: resources of its placement-group bundle. memory: lines of one GPU's memory (or of host memory where there is no
+    GPU). host: lines of host memory beside a GPU. candidates: GPU types that can run it, best first; refusals: accelerator
+    type -> why it cannot. environment: variables of the engine's and trainer's processes.
     """
 
     bundle: dict[str, float]
-    labels: dict[str, str]
     engine_options: dict[str, float]
     trainer_options: dict[str, float]
     environment: dict[str, str]
     memory: tuple[MemoryLine, ...]
     memory_limit_bytes: int | None
-    accelerators: tuple[str, ...] = ()
+    host: tuple[MemoryLine, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """Accelerator types that can run it, best first."""
+        return tuple(candidate.gpu.label for candidate in self.candidates)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Label selector of any node that can run it."""
+        return {ACCELERATOR_LABEL: f"in({','.join(self.accelerators)})"} if self.candidates else {}
+
+    @property
+    def rollout_bytes(self) -> int:
+        return sum(line.count_bytes for line in self.memory if line.rollouts)
+
+    @property
+    def training_bytes(self) -> int:
+        return sum(line.count_bytes for line in self.memory if line.training)
 
     @property
     def total_bytes(self) -> int:
-        return sum(line.count_bytes for line in self.memory)
+        """What must fit: the larger of the two phases."""
+        return max(self.rollout_bytes, self.training_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory beside a GPU."""
+        return sum(line.count_bytes for line in self.host)
 
     def describe(self) -> str:
         """The plan as text: bundle, arithmetic, what can run it and why the rest cannot."""
-        where = "host memory" if not self.engine_options.get("num_gpus") else "memory per GPU"
-        lines = [f"placement: one bundle {self.bundle}" + (f" with labels {self.labels}" if self.labels else "")]
-        lines += [
-            f"  engine {self.engine_options or '{}'}, trainer {self.trainer_options or '{}'} in that bundle",
-            f"{where}:",
-        ]
-        lines += [f"  {line.what:<58}{line.count_bytes / MIB:>10.1f} MiB" for line in self.memory]
-        lines.append(f"  {'sum':<58}{self.total_bytes / MIB:>10.1f} MiB")
+        on_gpu = bool(self.engine_options.get("num_gpus"))
+        lines = [f"placement: one bundle {self.bundle}" + (f" on a node with {self.labels}" if self.labels else "")]
+        lines.append(f"  engine {self.engine_options}, trainer {self.trainer_options} in that bundle")
+        where = "memory per GPU" if on_gpu else "host memory"
+        lines.append(f"{where:<62}{'rollouts':>10}{'training':>10}  MiB")
+        for line in self.memory:
+            shown = [
+                f"{line.count_bytes / MIB:10.1f}" if here else f"{'-':>10}" for here in (line.rollouts, line.training)
+            ]
+            lines.append(f"  {line.what:<60}{shown[0]}{shown[1]}" + (f"  = {line.how}" if line.how else ""))
+        lines.append(f"  {'sum':<60}{self.rollout_bytes / MIB:10.1f}{self.training_bytes / MIB:10.1f}")
         if self.memory_limit_bytes is not None:
-            lines.append(f"  {'available':<58}{self.memory_limit_bytes / MIB:>10.1f} MiB")
-        if self.accelerators:
-            lines.append(f"can run on: {', '.join(self.accelerators)}")
+            lines.append(f"  {'available':<60}{self.memory_limit_bytes / MIB:10.1f}")
+        if self.host:
+            lines.append("host memory")
+            lines += [
+                f"  {line.what:<60}{line.count_bytes / MIB:10.1f}" + (f"  = {line.how}" if line.how else "")
+                for line in self.host
+            ]
+        for candidate in self.candidates:
+            free = candidate.gpu.usable_bytes - self.total_bytes
+            lines.append(f"can run on {candidate.gpu.label}: {free / GIB:.1f} GiB to spare; {candidate.kernel_path}")
         lines += [f"cannot run on {name}: {why}" for name, why in self.refusals.items()]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
-def read_model(folder: str | Path) -> ModelFacts:
-    """Facts of the model in `folder`. Raises FileNotFoundError, and ValueError for an architecture it cannot size."""
-    path = Path(folder) / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"engine.model_path: no config.json in {folder}; give a folder that holds a model")
-    config: dict[str, Any] = json.loads(path.read_text())
-    architecture = (config.get("architectures") or ["unknown"])[0]
-    if architecture not in ("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM"):
-        raise ValueError(
-            f"{path}: architecture {architecture!r} cannot be sized; sized: Qwen3, Qwen2 and Llama for causal LM"
-        )
-    hidden, ffn, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    head = config.get("head_dim") or hidden // heads
-    layer = [
-        (heads * head, hidden), (kv_heads * head, hidden), (kv_heads * head, hidden), (hidden, heads * head),
-        (ffn, hidden), (ffn, hidden), (hidden, ffn),
-    ]  # fmt: skip
-    embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    norms = layers * (2 * hidden + (2 * head if architecture.startswith("Qwen3") else 0)) + hidden
-    return ModelFacts(architecture, tuple(layer * layers), embeddings + norms, layers, 2 * layers * kv_heads * head)
+def plan_for(config: JobConfig) -> Plan:
+    """The plan for `config` from its model folder, or from its committed shape if the folder is not here.
+
+    Raises FileNotFoundError, ValueError and MemoryInfeasible as `read_facts` and `plan` do.
+    """
+    folder = _model_folder(config.engine.model_path)
+    return plan(config, read_facts(folder, config.engine.shape), available_bytes=available_memory_bytes())
+
+
+def _model_folder(path: str) -> Path:
+    from epilora.models import resolve_model_path
+
+    try:
+        return resolve_model_path(path)
+    except FileNotFoundError:
+        return Path(path)  # read_facts says what is missing, and sizes by a committed shape
 
 
 def plan(config: JobConfig, facts: ModelFacts, *, available_bytes: int | None = None) -> Plan:
@@ -130,52 +139,6 @@ def plan(config: JobConfig, facts: ModelFacts, *, available_bytes: int | None = 
     return _plan_gpu(config, facts)
 
 
-def _base_lines(config: JobConfig, facts: ModelFacts, shards: int) -> list[MemoryLine]:
-    width = BYTES[config.engine.dtype]
-    scales = 4 * sum(n for n, _ in facts.linears)
-    slot = sum((n + k) * config.engine.max_lora_rank for n, k in facts.linears) * width
-    return [
-        MemoryLine(
-            f"base: FP8 codes of {facts.linear_parameters:,} weights, one copy", facts.linear_parameters // shards
-        ),
-        MemoryLine("base: fp32 scales, one per out channel", scales // shards),
-        MemoryLine(f"base: embeddings and norms in {config.engine.dtype}", facts.other_parameters * width // shards),
-        MemoryLine(
-            f"adapter slots: {config.engine.max_loras} of rank {config.engine.max_lora_rank}",
-            slot * config.engine.max_loras // shards,
-        ),
-        MemoryLine("KV cache", config.engine.kv_cache_mib * MIB),
-    ]
-
-
-def _trainer_lines(config: JobConfig, facts: ModelFacts) -> list[MemoryLine]:
-    width = BYTES[config.trainer.dtype]
-    adapter = sum((n + k) * config.lora.rank for n, k in facts.linears)
-    largest = max(n * k for n, k in facts.linears)
-    hidden = min(n for n, _ in facts.linears[3:4])
-    per_token = width * (sum(k for _, k in facts.linears) + facts.layers * 6 * hidden)
-    if config.trainer.checkpoint_activations:
-        per_token = width * (facts.layers * hidden + (sum(k for _, k in facts.linears) // facts.layers) + 6 * hidden)
-    lines = [
-        MemoryLine(f"trainer: adapter, gradient and two moments, fp32, rank {config.lora.rank}", 16 * adapter),
-        MemoryLine("trainer: one projection widened at a time", largest * width),
-        MemoryLine(
-            f"trainer: activations of {config.trainer.micro_batch_tokens} tokens",
-            per_token * config.trainer.micro_batch_tokens,
-        ),
-    ]
-    parameters = facts.linear_parameters + facts.other_parameters
-    own = {
-        Placement.own_fp8: facts.linear_parameters + facts.other_parameters * width,
-        Placement.own_fp8_offloaded: facts.linear_parameters + facts.other_parameters * width,
-        Placement.own_bf16: 2 * parameters,
-        Placement.own_bf16_offloaded: 2 * parameters,
-    }.get(config.trainer.placement)
-    if own is not None:
-        lines.append(MemoryLine(f"trainer: a base of its own ({config.trainer.placement.value})", own))
-    return lines
-
-
 def _plan_cpu(config: JobConfig, facts: ModelFacts, available_bytes: int | None) -> Plan:
     if config.trainer.placement not in (Placement.shared_kv_kept, Placement.shared_kv_released):
         raise ValueError(
@@ -183,8 +146,9 @@ def _plan_cpu(config: JobConfig, facts: ModelFacts, available_bytes: int | None)
             "shared_kv_kept or shared_kv_released"
         )
     lines = [
-        *_base_lines(config, facts, 1),
-        *_trainer_lines(config, facts),
+        *sizing.engine_lines(config.engine, facts, kv_in_training=True),
+        sizing.engine_step_bytes(config.engine, facts),
+        *sizing.trainer_lines(config, facts, on_gpu=False),
         MemoryLine("engine process (vLLM imported)", CPU_ENGINE_PROCESS_BYTES),
         MemoryLine("trainer process (torch, transformers imported)", CPU_TRAINER_PROCESS_BYTES),
         MemoryLine("Ray, Serve, store and driver", CPU_RAY_BYTES),
@@ -200,7 +164,7 @@ def _plan_cpu(config: JobConfig, facts: ModelFacts, available_bytes: int | None)
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    result = Plan({"CPU": 1.0}, {}, {"num_cpus": 0}, {"num_cpus": 0}, environment, tuple(lines), available_bytes)
+    result = Plan({"CPU": 1.0}, {"num_cpus": 0}, {"num_cpus": 0}, environment, tuple(lines), available_bytes)
     if available_bytes is not None and result.total_bytes > available_bytes:
         raise MemoryInfeasible(
             f"does not fit this machine's memory:\n{result.describe()}\nlower engine.kv_cache_mib, engine.max_loras or trainer.micro_batch_tokens"
@@ -209,34 +173,83 @@ def _plan_cpu(config: JobConfig, facts: ModelFacts, available_bytes: int | None)
 
 
 def _plan_gpu(config: JobConfig, facts: ModelFacts) -> Plan:
-    shards = config.engine.tensor_parallel
-    lines = [*_base_lines(config, facts, shards), *_trainer_lines(config, facts)]
-    if config.trainer.placement is Placement.shared_kv_released:  # activations and KV take turns
-        kv = next(line for line in lines if line.what == "KV cache")
-        activations = next(line for line in lines if "activations" in line.what)
-        lines.remove(kv if kv.count_bytes < activations.count_bytes else activations)
-    lines.append(MemoryLine("CUDA contexts of engine and trainer", 2 * GPU_CONTEXT_BYTES))
-    total = sum(line.count_bytes for line in lines)
-    wanted = config.engine.accelerator_types or list(GPU_TYPES)
-    fits, refusals = [], {}
-    for name in wanted:
-        if name not in GPU_TYPES:
-            refusals[name] = f"unknown accelerator type; known: {', '.join(GPU_TYPES)}"
-        elif GPU_TYPES[name][0] * 0.95 < total:
-            refusals[name] = f"{total / GIB:.1f} GiB needed, {GPU_TYPES[name][0] * 0.95 / GIB:.1f} GiB usable"
-        else:
-            fits.append(name)
-    gpus = float(shards)
-    half = {"num_gpus": config.engine.num_gpus, "num_cpus": 1}
-    trainer = {"num_gpus": 0 if shards > 1 else config.trainer.num_gpus, "num_cpus": 1}
-    environment = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    labels = {"ray.io/accelerator-type": f"in({','.join(fits)})"} if fits else {}
-    result = Plan(
-        {"GPU": gpus, "CPU": 2.0}, labels, half, trainer, environment, tuple(lines), None, tuple(fits), refusals
-    )  # fmt: skip
-    if not fits:
+    engine, shards = config.engine, config.engine.tensor_parallel
+    _check_split(facts, shards)
+    recipe = sizing.RECIPES[config.trainer.placement]
+    lines = [
+        *sizing.engine_lines(engine, facts, kv_in_training=recipe.kv_kept),
+        sizing.engine_step_bytes(engine, facts),
+        *sizing.trainer_lines(config, facts, on_gpu=True),
+        MemoryLine("CUDA contexts of engine and trainer", 2 * sizing.GPU_CONTEXT_BYTES, "allowance"),
+        MemoryLine("captured CUDA graphs", sizing.CUDA_GRAPH_POOL_BYTES, "allowance"),
+    ]
+    own = sizing.own_copy_bytes(config, facts)
+    host: tuple[MemoryLine, ...] = ()
+    if own:
+        name = f"trainer: a base of its own ({config.trainer.placement.value})"
+        lines.append(MemoryLine(name, own, rollouts=not recipe.offloaded))
+        if recipe.offloaded:
+            host = (MemoryLine("trainer: pinned copy of its base, exact size", own * shards),)
+    draft = Plan(
+        bundle={"GPU": float(shards), "CPU": 2.0} | ({NVLINK_PAIR: 1.0} if shards == 2 else {}),
+        # A pair's trainer ranks take no GPU of Ray's: they get the engine's devices by UUID.
+        engine_options={"num_gpus": float(shards) if shards > 1 else engine.num_gpus, "num_cpus": 1},
+        trainer_options={"num_gpus": 0 if shards > 1 else config.trainer.num_gpus, "num_cpus": 1},
+        environment={"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        memory=tuple(lines),
+        memory_limit_bytes=None,
+        host=host,
+    )
+    candidates, refusals = _sort_out(config, draft)
+    result = Plan(**{**vars(draft), "candidates": candidates, "refusals": refusals, "notes": _notes(config, facts)})
+    if not candidates:
         raise MemoryInfeasible(f"no known GPU can run this:\n{result.describe()}")
     return result
+
+
+def _sort_out(config: JobConfig, draft: Plan) -> tuple[tuple[Candidate, ...], dict[str, str]]:
+    """GPU types that can run `draft`, in the configuration's order, and why the others cannot."""
+    stored = sizing.base_format(config.engine.quantization)
+    wanted = config.engine.accelerator_types or list(GPU_TYPES)
+    candidates, refusals = [], {}
+    for name in [*wanted, *(n for n in GPU_TYPES if n not in wanted)]:
+        gpu = GPU_TYPES.get(name)
+        if gpu is None:
+            refusals[name] = f"unknown accelerator type; known: {', '.join(GPU_TYPES)}"
+        elif name not in wanted:
+            refusals[name] = f"not among engine.accelerator_types={wanted}"
+        elif stored not in gpu.formats:
+            refusals[name] = f"sm_{gpu.compute_capability} computes {', '.join(gpu.formats)}, the base is {stored}"
+        elif gpu.usable_bytes < draft.total_bytes:
+            phase = "rollouts" if draft.rollout_bytes >= draft.training_bytes else "training"
+            refusals[name] = (
+                f"{draft.total_bytes / GIB:.1f} GiB needed in {phase}, {gpu.usable_bytes / GIB:.1f} GiB usable"
+            )
+        else:
+            candidates.append(Candidate(gpu, gpu.kernel_path(stored, config.engine.activations.value)))
+    return tuple(candidates), refusals
+
+
+def _check_split(facts: ModelFacts, shards: int) -> None:
+    for kind in facts.layer_kinds:
+        for linear in kind.linears:
+            side, what = (linear.K, "in") if linear.row_parallel else (linear.N, "out")
+            if side % shards:
+                raise ValueError(
+                    f"engine.tensor_parallel={shards} does not divide {linear.name}'s {side} {what} features; allowed: a "
+                    "divisor of them"
+                )
+
+
+def _notes(config: JobConfig, facts: ModelFacts) -> tuple[str, ...]:
+    engine = config.engine
+    needed = engine.max_num_seqs * facts.state_bytes_per_sequence // engine.tensor_parallel
+    if needed > engine.kv_cache_mib * MIB:
+        return (
+            f"engine.max_num_seqs={engine.max_num_seqs} sequences need {needed / GIB:.1f} GiB of recurrent states alone, "
+            f"engine.kv_cache_mib={engine.kv_cache_mib} holds fewer: the engine will run fewer at once",
+        )
+    return ()
 
 
 def available_memory_bytes() -> int:

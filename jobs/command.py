@@ -34,10 +34,10 @@ def job_main(job: Job, *, description: str, default_config: str | None = None) -
     try:
         config = load_config(args.config, args.overrides)
         if args.dry_run:
-            from jobs.system import base_request
+            from epilora import planner
 
             print(to_yaml(config))
-            print(base_request(config)[1].describe())
+            print(planner.plan_for(config).describe())
             return
         sys.exit(_run(job, config))
     except (OmegaConfBaseException, ValueError, FileNotFoundError, EpiloraError) as err:

@@ -45,7 +45,7 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
     """What to ask the pool for, and the plan it follows. Raises MemoryInfeasible before anything starts."""
     engine, trainer = config.engine, config.trainer
     model_path = resolve_model_path(engine.model_path)
-    plan = planner.plan(config, planner.read_model(model_path), available_bytes=planner.available_memory_bytes())
+    plan = planner.plan_for(config)
     request = BaseRequest(
         name=engine.name,
         trainer_name=trainer.name,
@@ -54,7 +54,7 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
             "name": engine.name,
             "model_path": str(model_path),
             "dtype": engine.dtype,
-            "quantization": engine.quantization,
+            "quantization": None if engine.quantization == "none" else engine.quantization,
             "activations": engine.activations.value,
             "max_model_len": engine.max_model_len,
             "max_num_seqs": engine.max_num_seqs,

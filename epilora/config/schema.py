@@ -48,8 +48,9 @@ class EngineConfig:
 
     name: str = "engine-0"
     model_path: str = MISSING  # folder with config.json, weights and tokenizer; `package:NAME` is a model shipped here
+    shape: str = ""  # name of a committed shape (epilora/models/shapes) to plan by when model_path is not here
     dtype: str = "float32"
-    quantization: str = "fp8_per_channel"
+    quantization: str = "fp8_per_channel"  # vLLM's name; none: the base in engine.dtype
     activations: Activations = Activations.w8a16
     max_model_len: int = 64
     max_num_seqs: int = 256

@@ -189,15 +189,25 @@ class Results:
         self.runs.append(run)
 
     def add(
-        self, case: str, provider: str, M: int, samples: Sequence[float], *, unit: str = "us", **facts: Any
+        self,
+        case: str,
+        provider: str,
+        M: int,
+        samples: Sequence[float],
+        *,
+        unit: str = "us",
+        digits: int = 3,
+        **facts: Any,
     ) -> dict[str, Any]:
-        """Append one row. samples: raw values in `unit`; facts: anything JSON holds (calls_per_path, config, error ...)."""
+        """Append one row. samples: raw values in `unit`, kept to `digits` places; facts: anything JSON holds
+        (calls_per_path, config, error ...).
+        """
         row = {
             "case": case,
             "provider": provider,
             "M": M,
             "unit": unit,
-            f"samples_{unit}": [round(float(s), 3) for s in samples],
+            f"samples_{unit}": [round(float(s), digits) for s in samples],
         }
         row |= facts
         row["run_id"] = self.run_id

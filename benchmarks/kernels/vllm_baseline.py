@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -147,16 +147,23 @@ class VllmLayer:
 
 
 def tune(
-    layers: list[list[ProjectionData]], vllm_layer: VllmLayer, replays: int = 5
+    layers: list[list[ProjectionData]],
+    vllm_layer: VllmLayer,
+    replays: int = 5,
+    candidates: tuple[Sequence[Config], Sequence[Config]] | None = None,
 ) -> dict[tuple[str, int, int], Config]:
-    """Fastest configuration for every projection's shrink and expand; absent where the default is fastest."""
+    """Fastest configuration for every projection's shrink and expand; absent where the default is fastest.
+
+    candidates: shrink's and expand's configurations to try; None for this module's, made for few tokens.
+    """
+    shrinks, expands = candidates or (SHRINK, EXPAND)
     chosen: dict[tuple[str, int, int], Config] = {}
     for i in range(len(layers[0])):
         chain = [one[i] for one in layers]
         h = {id(d): vllm_layer.shrink(d) for d in chain}
-        runs: dict[str, tuple[list[Config], Callable[[ProjectionData], object]]] = {
-            "shrink": (SHRINK, vllm_layer.shrink),
-            "expand": (EXPAND, lambda d, h=h: vllm_layer.expand(d, h[id(d)], d.y, True)),
+        runs: dict[str, tuple[Sequence[Config], Callable[[ProjectionData], object]]] = {
+            "shrink": (shrinks, vllm_layer.shrink),
+            "expand": (expands, lambda d, h=h: vllm_layer.expand(d, h[id(d)], d.y, True)),
         }
         for op, (configs, fn) in runs.items():
             key = op_key(op, chain[0])

@@ -1,0 +1,1 @@
+"""Our vLLM plugin against stock vLLM, end to end: `python -m benchmarks.serving --help`."""

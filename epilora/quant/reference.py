@@ -28,7 +28,8 @@ def encode_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.fmax(-limit, torch.fmin(quotient, limit)).to(torch.float8_e4m3fn)
 
 
-def _scale_of(amax: torch.Tensor) -> torch.Tensor:
+def scale_of_amax(amax: torch.Tensor) -> torch.Tensor:
+    """fp32 scales with which values up to `amax` fill e4m3; never below what vLLM gives a zero row."""
     amax = amax.float()
     # a tensor divisor: torch on CUDA multiplies by the reciprocal when the divisor is a Python number
     return torch.clamp_min(amax / torch.full_like(amax, E4M3_MAX), E4M3_MIN_SCALE)
@@ -41,7 +42,7 @@ def quantize_per_token_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """
     magnitude = x.float().abs()
     magnitude = torch.where(torch.isnan(magnitude), torch.zeros_like(magnitude), magnitude)
-    scale = _scale_of(magnitude.amax(dim=-1, keepdim=True))
+    scale = scale_of_amax(magnitude.amax(dim=-1, keepdim=True))
     return encode_e4m3(x, scale), scale
 
 
@@ -51,10 +52,10 @@ def quantize_weight_ref(weight: torch.Tensor, axis: ScaleAxis = ScaleAxis.CHANNE
     Raises ValueError for another axis.
     """
     if axis is ScaleAxis.CHANNEL:
-        scale = _scale_of(weight.float().abs().amax(dim=-1))
+        scale = scale_of_amax(weight.float().abs().amax(dim=-1))
         return Operand(encode_e4m3(weight, scale[:, None]), Format.FP8_E4M3, axis, scale)
     if axis is ScaleAxis.TENSOR:
-        scale = _scale_of(weight.float().abs().amax()).reshape(1)
+        scale = scale_of_amax(weight.float().abs().amax()).reshape(1)
         return Operand(encode_e4m3(weight, scale), Format.FP8_E4M3, axis, scale)
     raise ValueError(f"quantize_weight_ref: axis={axis.value}; allowed: channel, tensor")
 
@@ -64,7 +65,7 @@ def quantize_rows_ref(stack: torch.Tensor) -> Operand:
 
     Scales have shape [L, R] (or [L, N]).
     """
-    scale = _scale_of(stack.float().abs().amax(dim=-1))
+    scale = scale_of_amax(stack.float().abs().amax(dim=-1))
     return Operand(encode_e4m3(stack, scale[..., None]), Format.FP8_E4M3, ScaleAxis.CHANNEL, scale)
 
 

@@ -1,0 +1,73 @@
+"""FP8 with one fp32 scale per 128 x 128 block of a weight and per 1 x 128 group of an activation (DeepSeek's and Qwen's checkpoints).
+
+    scale = max(amax / 448, 1 / (448 * 512)),   code = e4m3(clamp(x / scale, -448, 448))
+
+The smallest scale and the true division are those of vLLM's `QuantFP8` for groups, whose codes and scales
+`quantize_groups_ref` gives bit for bit. A matrix whose sides are no multiples of 128 has narrower blocks at its end.
+
+Legend: M tokens, N out features, K in features. Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .formats import Format, ScaleAxis
+from .operand import Operand
+from .reference import encode_e4m3, scale_of_amax
+
+BLOCK = 128
+
+
+def quantize_groups_ref(x: torch.Tensor, group: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations by groups of K: (codes [M, K] float8_e4m3fn, scales [M, ceil(K / group)] fp32) of x [M, K], any float dtype."""
+    M, K = x.shape
+    padded = torch.nn.functional.pad(x, (0, -K % group)).view(M, -1, group)
+    scales = scale_of_amax(padded.abs().amax(dim=-1))
+    codes = encode_e4m3(padded, scales[..., None]).view(M, -1)[:, :K]
+    return codes.contiguous(), scales
+
+
+def quantize_blocks_ref(weight: torch.Tensor, block: int = BLOCK) -> Operand:
+    """Weight operand [N, K] with one scale per block x block tile, scales [ceil(N / block), ceil(K / block)]."""
+    N, K = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -K % block, 0, -N % block))
+    tiles = padded.view(padded.shape[0] // block, block, padded.shape[1] // block, block)
+    scales = scale_of_amax(tiles.abs().amax(dim=(1, 3)))
+    codes = encode_e4m3(tiles, scales[:, None, :, None]).view(padded.shape)[:N, :K].contiguous()
+    return Operand(codes, Format.FP8_E4M3, ScaleAxis.BLOCK, scales, block=(block, block))
+
+
+def from_checkpoint(
+    weight: torch.Tensor, weight_scale_inv: torch.Tensor, block: tuple[int, int] = (BLOCK, BLOCK)
+) -> Operand:
+    """The operand of a block-scaled checkpoint layer: `weight` float8_e4m3fn [N, K], `weight_scale_inv` fp32 [N / bn, K / bk] (which
+    multiplies, whatever its name says). Raises TypeError or ValueError naming what does not fit.
+    """
+    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
+        raise TypeError(
+            f"from_checkpoint: weight is {weight.dtype} {tuple(weight.shape)}; needed: float8_e4m3fn [N, K]"
+        )
+    needed = (-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1]))
+    if tuple(weight_scale_inv.shape) != needed:
+        raise ValueError(
+            f"from_checkpoint: weight_scale_inv is {tuple(weight_scale_inv.shape)} for weight {tuple(weight.shape)} in blocks of "
+            f"{block}; needed: {needed}"
+        )
+    return Operand(weight, Format.FP8_E4M3, ScaleAxis.BLOCK, weight_scale_inv.float(), block=block)
+
+
+def block_gemm_ref(codes: torch.Tensor, scales: torch.Tensor, weight: Operand) -> torch.Tensor:
+    """y [M, N] fp32 of group-quantised activations and a block-scaled weight: per 128 of K an exact product of codes, scaled by both
+    scales, summed in the order of K.
+    """
+    assert weight.block is not None, "a block-scaled operand has a block"
+    assert weight.scales is not None, "a block-scaled operand has scales"
+    rows, columns = weight.block
+    N, K = weight.values.shape
+    y = torch.zeros(codes.shape[0], N, device=codes.device)
+    of_row = weight.scales.repeat_interleave(rows, 0)[:N]
+    for g, start in enumerate(range(0, K, columns)):
+        part = codes[:, start : start + columns].float() @ weight.values[:, start : start + columns].float().T
+        y += part * scales[:, g : g + 1] * of_row[:, g]
+    return y

@@ -1,8 +1,10 @@
 """Digests of what must not differ: an adapter's content, an engine slot's buffers, a base model's bytes.
 
 adapter_digest   sha256( MAGIC | canonical spec JSON | per tensor by name: name, shape, fp32 little-endian bytes )
-slot_digest      sha256( per module by name: name, shape and bytes of A and B as they lie in the slot )
-weights_digest   sha256( per stored tensor by name: name, dtype, shape, bytes )
+slot_digest      sha256( per module by name: name, dtype, shape and tree digest of A and B as they lie in the slot )
+weights_digest   sha256( per stored tensor by name: name, dtype, shape, tree digest of its bytes )
+
+Tree digests (`tree_digest`) are computed where the tensors lie, so a GPU checks its own memory.
 
 `adapter_digest` gives the values of `epilora.store.digest` (which does without torch); tests/adapters/test_digest.py
 holds the two together.
@@ -13,12 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from epilora.types import AdapterSpec
+
+from .tree_digest import tree_digests
 
 MAGIC = b"epilora-adapter-1\n"
 
@@ -72,24 +77,36 @@ def slot_digest(modules: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> str
     slot's R. Modules whose A and B are all zero count as absent, so a slot needs no entry for what its adapter does not
     cover.
     """
-    sha = hashlib.sha256()
+    named = []
     for name in sorted(modules):
-        a_RK, b_NR = modules[name]
-        if not a_RK.any() and not b_NR.any():
+        named += [(f"{name}.{side}", tensor) for side, tensor in zip("AB", modules[name], strict=True)]
+    found = tree_digests([tensor for _, tensor in named])
+    sha = hashlib.sha256()
+    for at in range(0, len(named), 2):
+        pair = named[at : at + 2]
+        if all(found[at + side] == _zero_digest(tensor.nbytes) for side, (_, tensor) in enumerate(pair)):
             continue
-        for tensor in (a_RK, b_NR):
-            sha.update(f"{name}\0{str(tensor.dtype)[6:]}\0{tuple(tensor.shape)}\0".encode())
-            sha.update(raw_bytes(tensor))
+        for side, (name, tensor) in enumerate(pair):
+            _update(sha, name, tensor, found[at + side])
     return sha.hexdigest()
 
 
 def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """sha256 of a base model's stored tensors.
 
-    tensors: (name, CPU tensor) in any order; names unique. A weight is given as [N, K], rows contiguous.
+    tensors: (name, tensor) in any order, on any device; names unique. A weight is given as [N, K], rows contiguous.
     """
+    named = sorted(tensors, key=lambda pair: pair[0])
     sha = hashlib.sha256()
-    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        sha.update(f"{name}\0{str(tensor.dtype)[6:]}\0{tuple(tensor.shape)}\0".encode())
-        sha.update(raw_bytes(tensor))
+    for (name, tensor), found in zip(named, tree_digests([tensor for _, tensor in named]), strict=True):
+        _update(sha, name, tensor, found)
     return sha.hexdigest()
+
+
+def _update(sha: hashlib._Hash, name: str, tensor: torch.Tensor, found: bytes) -> None:
+    sha.update(f"{name}\0{str(tensor.dtype)[6:]}\0{tuple(tensor.shape)}\0".encode() + found)
+
+
+@cache
+def _zero_digest(num_bytes: int) -> bytes:
+    return tree_digests([torch.zeros(num_bytes, dtype=torch.uint8)])[0]

@@ -1,0 +1,72 @@
+"""One digest for bytes wherever they lie: SHA-256 as a tree, so that a GPU can hash its own memory.
+
+    level 0 = the bytes;  level i+1 = SHA-256 of every 4,096 bytes of level i, the last piece filled up with zeros
+    digest  = SHA-256( MAGIC | number of bytes, 8 bytes little-endian | the first level of at most 4,096 bytes )
+
+The length fixes the shape of the tree, so two inputs with one digest would be a collision of SHA-256. On the CPU hashlib
+computes it, on a GPU `epilora.kernels.sha256`: the same 32 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+MAGIC = b"epilora-tree-1\n"
+_LEAF_BYTES = 4096
+
+
+def tree_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """32 bytes for each tensor's bytes in row-major order (copied only if it is not contiguous).
+
+    Tensors on a GPU are hashed there; one copy brings all results back.
+    """
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    tops = _tops_on_gpu(flat)
+    return [
+        hashlib.sha256(MAGIC + data.numel().to_bytes(8, "little") + (_top(data) if top is None else top)).digest()
+        for data, top in zip(flat, tops, strict=True)
+    ]
+
+
+def _top(data: torch.Tensor) -> bytes:
+    level = memoryview(data.numpy())
+    while len(level) > _LEAF_BYTES:
+        digests = bytearray()
+        for at in range(0, len(level), _LEAF_BYTES):
+            piece = level[at : at + _LEAF_BYTES]
+            sha = hashlib.sha256(piece)
+            if len(piece) < _LEAF_BYTES:
+                sha.update(bytes(_LEAF_BYTES - len(piece)))
+            digests += sha.digest()
+        level = memoryview(digests)
+    return bytes(level)
+
+
+def _tops_on_gpu(flat: Sequence[torch.Tensor]) -> list[bytes | None]:
+    """The top level of each tensor that is on a GPU, None for the others."""
+    levels: list[torch.Tensor | None] = []
+    for data in flat:
+        level: torch.Tensor | None = None
+        if data.is_cuda:
+            from epilora.kernels.sha256 import sha256_leaves
+
+            level = data
+            while level.numel() > _LEAF_BYTES:
+                level = sha256_leaves(level).reshape(-1)
+        levels.append(level)
+    here = [level for level in levels if level is not None]
+    if not here:
+        return [None] * len(flat)
+    joined = torch.cat(here).cpu().numpy().tobytes()
+    tops: list[bytes | None] = []
+    at = 0
+    for level in levels:
+        if level is None:
+            tops.append(None)
+        else:
+            tops.append(joined[at : at + level.numel()])
+            at += level.numel()
+    return tops

@@ -19,7 +19,7 @@ from epilora.quant.manifest import TensorEntry, Transport, WeightEntry, WeightMa
 from epilora.quant.operand import Operand
 
 # Parameters that are listed under their full name; every other entry is the `weight` of the module it names.
-_NAMED_LEAVES = ("bias", "input_scale")
+_NAMED_LEAVES = ("bias", "input_scale", "A_log", "dt_bias")
 
 
 def parameter_name(entry: WeightEntry) -> str:

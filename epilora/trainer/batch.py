@@ -1,7 +1,8 @@
-"""Variable-length sequences into right-padded micro-batches under a budget of padded tokens.
+"""Variable-length sequences into micro-batches under a budget of tokens.
 
-Sequences are sorted by length, so that little of a micro-batch is padding; the order is a pure function of the lengths
-and positions. Completion tokens of all sequences form one flat axis in the caller's order (`Layout`), whichever
+Right-padded [B, T], or packed: one row of whole sequences one after the other, without padding (`attention.py`).
+Sequences are sorted by length, so that little of a padded micro-batch is padding; the order is a pure function of the
+lengths and positions. Completion tokens of all sequences form one flat axis in the caller's order (`Layout`), whichever
 micro-batch computes them.
 """
 
@@ -33,15 +34,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """ids [B, T] int64 right-padded with 0. For each completion token of its sequences: rows, positions (of the hidden
-    state that predicts it) and targets, all [n] int64, and flat [n]: its place on the flat axis. Sequences are
-    whole."""
+    """ids [B, T] int64, right-padded with 0, or packed [1, T]. For each completion token of its sequences: rows,
+    positions (of the hidden state that predicts it) and targets, all [n] int64, and flat [n]: its place on the flat
+    axis. Sequences are whole. lengths: of the packed sequences in order; empty where they are padded.
+    """
 
     ids: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor
     flat: torch.Tensor
+    lengths: tuple[int, ...] = ()
 
 
 def layout_of(sequences: Sequence[TokenPair]) -> Layout:
@@ -57,22 +60,28 @@ def layout_of(sequences: Sequence[TokenPair]) -> Layout:
     return Layout(lengths, starts, torch.repeat_interleave(torch.arange(len(sequences)), lengths))
 
 
-def micro_batches(sequences: Sequence[TokenPair], layout: Layout, budget: int) -> list[MicroBatch]:
-    """Cover every sequence once; each micro-batch has at most `budget` padded tokens (or one longer sequence)."""
+def micro_batches(
+    sequences: Sequence[TokenPair], layout: Layout, budget: int, *, packed: bool = False
+) -> list[MicroBatch]:
+    """Cover every sequence once; each micro-batch has at most `budget` tokens, padding counted, or one longer sequence."""
     order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i][0]) - len(sequences[i][1]), i))
     groups: list[list[int]] = []
-    width = 0
+    used = width = 0
     for index in order:
         length = sum(map(len, sequences[index]))
-        if groups and (len(groups[-1]) + 1) * width <= budget:
+        width = max(width, length)
+        taken = used + length if packed else (len(groups[-1]) + 1) * width if groups else 0
+        if groups and taken <= budget:
             groups[-1].append(index)
+            used += length
         else:
             groups.append([index])
-            width = length
-    return [_assemble(sequences, layout, group) for group in groups]
+            used = width = length
+    assemble = _pack if packed else _pad
+    return [assemble(sequences, layout, group) for group in groups]
 
 
-def _assemble(sequences: Sequence[TokenPair], layout: Layout, members: list[int]) -> MicroBatch:
+def _pad(sequences: Sequence[TokenPair], layout: Layout, members: list[int]) -> MicroBatch:
     width = max(sum(map(len, sequences[i])) for i in members)
     ids = torch.zeros(len(members), width, dtype=torch.long)
     rows, positions, flat = [], [], []
@@ -85,3 +94,17 @@ def _assemble(sequences: Sequence[TokenPair], layout: Layout, members: list[int]
         flat.append(layout.starts[index] + torch.arange(count))
     row_index, position = torch.cat(rows), torch.cat(positions)
     return MicroBatch(ids, row_index, position, ids[row_index, position + 1], torch.cat(flat))
+
+
+def _pack(sequences: Sequence[TokenPair], layout: Layout, members: list[int]) -> MicroBatch:
+    ids: list[int] = []
+    positions, flat, lengths = [], [], []
+    for index in members:
+        prompt, completion = sequences[index]
+        first = len(ids) + len(prompt) - 1
+        positions.append(torch.arange(first, first + len(completion)))
+        flat.append(layout.starts[index] + torch.arange(len(completion)))
+        ids += [*prompt, *completion]
+        lengths.append(len(prompt) + len(completion))
+    row, position = torch.tensor([ids]), torch.cat(positions)
+    return MicroBatch(row, torch.zeros_like(position), position, row[0, position + 1], torch.cat(flat), tuple(lengths))

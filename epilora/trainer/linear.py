@@ -1,17 +1,21 @@
-"""A linear layer on low-precision codes with a trainable LoRA delta; no dequantised weight outlives a call.
+"""A linear layer on low-precision codes with trainable LoRA deltas; no dequantised weight outlives a call.
 
     y  = round( x W^T + (x A^T) (s B)^T ),          W = codes * scale, widened for this one product
     dx = dy W + (dy sB) A,   dA = (dy sB)^T x,   dB = s dy^T (x A^T)
 
-The forward arithmetic is `epilora.kernels.cpu_reference`, the same functions a matched (W8A16) engine runs. Saved for
-the backward pass are x, A and B; x A^T is made again (M R K flops), and the codes are widened again.
+Here in plain torch and fp32: `epilora.kernels.cpu_reference`, the same functions a matched (W8A16) engine runs without a
+GPU. Saved for the backward pass are x, A and B; x A^T is made again, and the codes are widened again. On a GPU
+`gemm_linear.py` takes its place.
+
+Rows of several adapters may share a batch, as long as each adapter's rows are consecutive: the product with W is one,
+each adapter's own products cover its rows.
 
 Legend: M tokens, K in features, N out features, R rank, s = the adapter's scaling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from epilora.errors import UnsupportedKernel
-from epilora.kernels.cpu_reference import lora_delta, w8a16_linear
+from epilora.kernels.cpu_reference import lora_delta, w8a16_linear, widen_e4m3
 from epilora.quant.formats import Format, ScaleAxis
 from epilora.quant.operand import Operand
 from epilora.quant.reference import dequantize
@@ -35,21 +39,28 @@ class LoraPair:
     scaling: float
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Rows [start, stop) of a batch (stop None: to the end) and the adapter they use: module name -> pair; None: none."""
+
+    start: int
+    stop: int | None
+    pairs: Mapping[str, LoraPair] | None
+
+
+Rows = tuple[int, int, float]  # first row, end row, scaling of one adapter's segment
+
+
 @dataclass
 class AdapterContext:
-    """What the projections of one model share: the adapter they apply now, and what they measured.
+    """What the projections of one model share: the adapters they apply now, and what they measured.
 
-    active: checkpoint module name -> its pair; modules left out, and all of them under None, compute the plain base. A
-    mixed batch would hold row groups here; the projections ask `pair` and know no more.
-    largest_dequantised_bytes: the biggest widened weight that existed at any moment.
+    segments: the batch's rows by adapter, in order; rows of no segment, and modules an adapter leaves out, compute the
+    plain base. largest_dequantised_bytes: the biggest widened weight that existed at any moment.
     """
 
-    active: Mapping[str, LoraPair] | None = None
+    segments: tuple[Segment, ...] = ()
     largest_dequantised_bytes: int = 0
-
-    def pair(self, name: str) -> LoraPair | None:
-        """The active pair of module `name`."""
-        return None if self.active is None else self.active.get(name)
 
     def note_dequantised(self, num_bytes: int) -> None:
         """Record that a weight was widened to `num_bytes`."""
@@ -102,53 +113,56 @@ class BaseProjection:
         self._note()
         if self._channelwise:
             assert self.operand.scales is not None, "FP8 operands carry scales"
-            return (dy_MN.float() * self.operand.scales.reshape(-1)) @ self.operand.values.float()
+            return (dy_MN.float() * self.operand.scales.reshape(-1)) @ widen_e4m3(self.operand.values)
         return dy_MN.float() @ dequantize(self.operand)
 
+    def apply(self, x_MK: torch.Tensor, rows: tuple[Rows, ...], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """y [M, N] in x's dtype, differentiable in x and in tensors: A and B of every element of `rows`, in order."""
+        return _ReferenceProjection.apply(x_MK, self, rows, *tensors)
 
-class _LoraProjection(torch.autograd.Function):
+
+class _ReferenceProjection(torch.autograd.Function):
+    """See `BaseProjection.apply`."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x_MK: torch.Tensor,
-        a_RK: torch.Tensor | None,
-        b_NR: torch.Tensor | None,
-        scaling: float,
-        base: BaseProjection,
+        ctx: Any, x_MK: torch.Tensor, base: BaseProjection, rows: tuple[Rows, ...], *tensors: torch.Tensor
     ) -> torch.Tensor:
         y_MN = base.forward(x_MK)
-        if a_RK is not None and b_NR is not None:
-            a_RK, b_NR = _as_served(x_MK, a_RK, b_NR, scaling)
-            y_MN += lora_delta(x_MK, a_RK, b_NR, out_dtype=torch.float32)
-            ctx.save_for_backward(x_MK, a_RK, b_NR)
-        ctx.base, ctx.scaling, ctx.dtype = base, scaling, x_MK.dtype
+        served = all_as_served(x_MK, rows, tensors)
+        for (start, stop, _), a_RK, b_NR in zip(rows, served[::2], served[1::2], strict=True):
+            y_MN[start:stop] += lora_delta(x_MK[start:stop], a_RK, b_NR, out_dtype=torch.float32)
+        if rows:
+            ctx.save_for_backward(x_MK, *served)
+        ctx.base, ctx.rows, ctx.dtype = base, rows, x_MK.dtype
         return y_MN.to(x_MK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dy_MN = grads[0].float()
         dx_MK = ctx.base.backward(dy_MN) if ctx.needs_input_grad[0] else None
-        da_RK = db_NR = None
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no second time
-        if saved:
-            x_MK, a_RK, b_NR = (tensor.float() for tensor in saved)
-            dh_MR = dy_MN @ b_NR
+        found: list[torch.Tensor] = []
+        for index, (start, stop, scaling) in enumerate(ctx.rows):
+            x_part, a_RK, b_NR = (t.float() for t in (saved[0][start:stop], *saved[1 + 2 * index : 3 + 2 * index]))
+            dy_part = dy_MN[start:stop]
+            dh_MR = dy_part @ b_NR
             if dx_MK is not None:
-                dx_MK += dh_MR @ a_RK
-            da_RK = dh_MR.t() @ x_MK
-            db_NR = (dy_MN.t() @ (x_MK @ a_RK.t())) * ctx.scaling
-        return None if dx_MK is None else dx_MK.to(ctx.dtype), da_RK, db_NR, None, None
+                dx_MK[start:stop] += dh_MR @ a_RK
+            found += [dh_MR.t() @ x_part, (dy_part.t() @ (x_part @ a_RK.t())) * scaling]
+        return None if dx_MK is None else dx_MK.to(ctx.dtype), None, None, *found
 
 
-def _as_served(
-    x: torch.Tensor, a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and scaling * B as an engine of x's dtype stores them (the rounding is passed through by the gradient)."""
-    return a_RK.to(x.dtype), (b_NR * scaling).to(x.dtype)
+def all_as_served(x: torch.Tensor, rows: Sequence[Rows], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A and scaling * B of every segment as an engine of x's dtype stores them (gradients pass through the rounding)."""
+    served: list[torch.Tensor] = []
+    for (_, _, scaling), a_RK, b_NR in zip(rows, tensors[::2], tensors[1::2], strict=True):
+        served += [a_RK.to(x.dtype), (b_NR * scaling).to(x.dtype)]
+    return served
 
 
 class LoraLinear(nn.Module):
-    """Stands in for one `nn.Linear` of the model. Has no parameters of its own: base and adapter are both looked up."""
+    """Stands in for one `nn.Linear` of the model. Has no parameters of its own: base and adapters are looked up."""
 
     def __init__(self, name: str, base: BaseProjection) -> None:
         """name: the checkpoint's module name, e.g. `model.layers.0.self_attn.q_proj`."""
@@ -159,10 +173,16 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., K] in the trainer's dtype. Returns [..., N] in the same dtype."""
-        pair = self.base.context.pair(self.name)
         x_MK = x.reshape(-1, self.in_features)
-        a, b, scaling = (None, None, 1.0) if pair is None else (pair.a, pair.b, pair.scaling)
-        return _LoraProjection.apply(x_MK, a, b, scaling, self.base).reshape(*x.shape[:-1], self.out_features)
+        rows: list[Rows] = []
+        tensors: list[torch.Tensor] = []
+        for segment in self.base.context.segments:
+            pair = None if segment.pairs is None else segment.pairs.get(self.name)
+            if pair is not None:
+                rows.append((segment.start, x_MK.shape[0] if segment.stop is None else segment.stop, pair.scaling))
+                tensors += [pair.a, pair.b]
+        y_MN = self.base.apply(x_MK, tuple(rows), tensors)
+        return y_MN.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.name}, [{self.out_features}, {self.in_features}] {self.base.operand.format.value}"

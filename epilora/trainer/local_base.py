@@ -112,6 +112,9 @@ def _modules(model_path: Path, dtype: torch.dtype) -> Iterator[tuple[str, tuple[
             )
         if last in followers or (tied and module == "lm_head"):
             continue
+        if leaf != "weight":  # a parameter of its own, such as a delta net's A_log
+            yield name, (), read(name)
+            continue
         if last in leads:
             packed, parts = leads[last]
             weights = [read(f"{parent}.{part}.weight") for part in parts]

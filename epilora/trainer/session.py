@@ -3,7 +3,7 @@
     m = b1 m + (1 - b1) g,    v = b2 v + (1 - b2) g^2
     theta -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + lr wd theta
 
-(decoupled weight decay, arXiv 1711.05101). A and B of every module are views of the flat vector, so that a step, a clip
+(decoupled weight decay, arXiv 1711.05101), by torch's fused kernel. A and B of every module are views of the flat vector, so that a step, a clip
 and a checkpoint are a few vector operations. A starts as PEFT's kaiming-uniform, U(-1/sqrt(K), 1/sqrt(K)); B starts at
 zero.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.adamw import adamw
 
 from epilora.adapters.fold import is_target, module_rank_and_scaling
 from epilora.types import AdapterSpec
@@ -72,8 +73,9 @@ class Session:
         optimizer: Mapping[str, Any],
         seed: int,
         linear_shapes: Mapping[str, tuple[int, int]],
+        device: torch.device | None = None,
     ) -> None:
-        """linear_shapes: module name -> (N, K) of what may be adapted.
+        """linear_shapes: module name -> (N, K) of what may be adapted. device: of parameters and moments (None: CPU).
 
         Raises ValueError if a target matches no module or a rank is not positive.
         """
@@ -97,13 +99,13 @@ class Session:
                 raise ValueError(f"session {name!r}: rank {rank} for {module}; allowed: >= 1")
             self._where[module] = (size, size + rank * k, n, k, rank, scaling)
             size += rank * (n + k)
-        self.theta, self.grad, self.m, self.v = (torch.zeros(size) for _ in range(4))
+        self.theta, self.grad, self.m, self.v = (torch.zeros(size, device=device) for _ in range(4))
         self.pairs: dict[str, LoraPair] = {}
         for module, (start_a, start_b, n, k, rank, scaling) in self._where.items():
             a, b = self._leaf(start_a, (rank, k)), self._leaf(start_b, (n, rank))
             bound = 1.0 / math.sqrt(k)
-            with torch.no_grad():
-                a.uniform_(-bound, bound, generator=self.generator)
+            with torch.no_grad():  # drawn on the CPU: a seed means the same adapter on every device
+                a.copy_(torch.empty(rank, k).uniform_(-bound, bound, generator=self.generator))
             self.pairs[module] = LoraPair(a, b, scaling)
 
     def _leaf(self, start: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -137,13 +139,22 @@ class Session:
             self.grad.mul_(config.grad_clip / norm)
         rate = self.learning_rate()
         self.step += 1
-        beta1, beta2 = config.betas
-        self.m.lerp_(self.grad, 1.0 - beta1)
-        self.v.mul_(beta2).addcmul_(self.grad, self.grad, value=1.0 - beta2)
-        if config.weight_decay:
-            self.theta.mul_(1.0 - rate * config.weight_decay)
-        denominator = (self.v / (1.0 - beta2**self.step)).sqrt_().add_(config.eps)
-        self.theta.addcdiv_(self.m, denominator, value=-rate / (1.0 - beta1**self.step))
+        adamw(
+            [self.theta],
+            [self.grad],
+            [self.m],
+            [self.v],
+            [],
+            [torch.full((), float(self.step - 1), device=self.theta.device)],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=rate,
+            weight_decay=config.weight_decay,
+            eps=config.eps,
+        )
         return {"grad_norm": norm, "lr": rate}
 
     def export(self) -> dict[str, np.ndarray]:
@@ -151,7 +162,7 @@ class Session:
         tensors = {}
         for module, pair in self.pairs.items():
             for side, leaf in (("A", pair.a), ("B", pair.b)):
-                tensors[f"base_model.model.{module}.lora_{side}.weight"] = leaf.detach().numpy().copy()
+                tensors[f"base_model.model.{module}.lora_{side}.weight"] = leaf.detach().cpu().numpy().copy()
         return tensors
 
 

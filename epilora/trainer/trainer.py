@@ -39,21 +39,31 @@ class LoraTrainer:
         micro_batch_tokens: int = 8192,
         logprob_chunk: int = 2048,
         checkpoint_activations: bool = False,
+        device: str = "cpu",
+        gemm_mode: str = "panel",
     ) -> None:
         """dtype: of activations, "float32", "bfloat16" or "float16"; parameters and optimizer are fp32 always.
 
-        micro_batch_tokens: padded tokens of one forward and backward pass. logprob_chunk: most tokens whose logits
-        exist at once. checkpoint_activations: recompute each layer in the backward pass, and have malloc give large
-        blocks back at once (for the whole process): for models whose activations do not fit; slower by about a third.
+        micro_batch_tokens: tokens of one forward and backward pass, padding counted. logprob_chunk: most tokens whose
+        logits exist at once. checkpoint_activations: recompute each layer in the backward pass, and have malloc give
+        large blocks back at once (for the whole process): for models whose activations do not fit; slower by about a
+        third. device: "cpu" or "cuda"; on a GPU batches are packed, and in 16 bits the linears run the training GEMMs in
+        `gemm_mode` ("panel" or "registers", see `epilora.kernels.training`).
         """
         if dtype not in DTYPES:
             raise ValueError(f"trainer dtype={dtype!r}; allowed: {sorted(DTYPES)}")
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise ValueError(f"trainer device={device!r}; allowed: cpu, cuda, cuda:N")
         if micro_batch_tokens < 1 or logprob_chunk < 1:
             raise ValueError(f"micro_batch_tokens={micro_batch_tokens}, logprob_chunk={logprob_chunk}; allowed: >= 1")
         self._dtype = DTYPES[dtype]
         self._micro_batch_tokens = micro_batch_tokens
         self._logprob_chunk = logprob_chunk
         self._checkpoint_activations = checkpoint_activations
+        self._device = torch.device(device)
+        on_gpu = self._device.type == "cuda"
+        self._packed = on_gpu
+        self._gemm_mode = gemm_mode if on_gpu and self._dtype != torch.float32 else None
         self._base: MappedBase | None = None
         self._model: BaseModel | None = None
         self._sessions: dict[str, Session] = {}
@@ -81,7 +91,9 @@ class LoraTrainer:
                     f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this "
                     f"one is {base.manifest.base_digest[:16]}; close them first"
                 )
-            self._model = build_model(base, self._dtype, checkpoint_activations=self._checkpoint_activations)
+            self._model = build_model(
+                base, self._dtype, checkpoint_activations=self._checkpoint_activations, gemm_mode=self._gemm_mode
+            )
             self._base = base
 
     def base_checksum(self) -> str:
@@ -100,7 +112,8 @@ class LoraTrainer:
         """
         if session in self._sessions:
             raise ValueError(f"session {session!r} is open; close it or choose another name")
-        self._sessions[session] = Session(session, spec, optimizer, seed, self._attached[1].linear_shapes)
+        shapes = self._attached[1].linear_shapes
+        self._sessions[session] = Session(session, spec, optimizer, seed, shapes, self._device)
 
     def close_session(self, session: str) -> None:
         """Forget a session. One that is not open is ignored."""
@@ -110,6 +123,9 @@ class LoraTrainer:
         if session not in self._sessions:
             raise ValueError(f"no session {session!r}; open: {sorted(self._sessions)}")
         return self._sessions[session]
+
+    def _micro(self, sequences: Sequence[TokenPair], layout: Layout) -> list[MicroBatch]:
+        return micro_batches(sequences, layout, self._micro_batch_tokens, packed=self._packed)
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -146,7 +162,7 @@ class LoraTrainer:
         rollout_logp = torch.tensor([lp for r in rollouts for lp in r.rollout_logprobs], dtype=torch.float32)
         batch = _RlBatch(
             layout=layout,
-            micro=micro_batches(sequences, layout, self._micro_batch_tokens),
+            micro=self._micro(sequences, layout),
             advantage=torch.tensor(advantages, dtype=torch.float32)[layout.sequence],
             rollout_logp=rollout_logp,
             weight=losses.aggregation_weights(config, layout.sequence, layout.lengths),
@@ -241,7 +257,7 @@ class LoraTrainer:
         with self._meter:
             state.grad.zero_()
             total, right = 0.0, 0.0
-            for micro in micro_batches(examples, layout, self._micro_batch_tokens):
+            for micro in self._micro(examples, layout):
                 with self._attached[1].adapter(state.pairs):
                     logp, _, _ = self._forward(micro, None)
                     value = -logp.sum() / layout.num_tokens
@@ -267,7 +283,7 @@ class LoraTrainer:
         pairs = None if session is None else self._session(session).pairs
         layout = layout_of(sequences)
         with self._meter:
-            logp, _ = self._all_logprobs(micro_batches(sequences, layout, self._micro_batch_tokens), layout, pairs)
+            logp, _ = self._all_logprobs(self._micro(sequences, layout), layout, pairs)
         return [part.tolist() for part in torch.split(logp, layout.lengths.tolist())]
 
     @torch.no_grad()
@@ -285,9 +301,11 @@ class LoraTrainer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(log p of the targets [n], entropy [n], log p of extra_ids [n, H] or None) under the active adapter."""
         _, model = self._attached
-        hidden = model.hidden(micro.ids)[micro.rows, micro.positions]
+        hidden = model.hidden(micro.ids, micro.lengths)
+        hidden = hidden[micro.rows.to(hidden.device), micro.positions.to(hidden.device)]
         ids = micro.targets[:, None] if extra_ids is None else torch.cat([micro.targets[:, None], extra_ids], dim=1)
-        chosen, entropy = selected_logprobs(hidden, model.head, ids, chunk=self._logprob_chunk)
+        chosen, entropy = selected_logprobs(hidden, model.head, ids.to(hidden.device), chunk=self._logprob_chunk)
+        chosen, entropy = chosen.cpu(), entropy.cpu()  # a few floats a token: the loss is the same code everywhere
         return chosen[:, 0], entropy, None if extra_ids is None else chosen[:, 1:]
 
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from epilora.models import TINY_ARITH
 from epilora.trainer.local_base import LocalBase, make_local_base
 from epilora.trainer.trainer import LoraTrainer
 from epilora.types import AdapterSpec, Rollout, RolloutGroup
+
+# Without a GPU the training GEMMs run in Triton's interpreter, which is chosen when triton is imported.
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Tensors here are small: a second OpenMP thread only spins, and beside other processes that costs minutes.
 torch.set_num_threads(1)
@@ -29,7 +35,14 @@ class Small:
 
 def random_model(folder: Path, kind: str) -> Path:
     """A seeded two-layer model with grouped-query attention, saved in fp32."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     common = {
         "vocab_size": 50,
@@ -45,13 +58,22 @@ def random_model(folder: Path, kind: str) -> Path:
     torch.manual_seed(0)
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True))
+    elif kind == "hybrid":
+        delta = {
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        }
+        layers = {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False}
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **delta, **layers))
     else:
         model = LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=False))
     model.save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="session", params=["qwen3", "llama"])
+@pytest.fixture(scope="session", params=["qwen3", "llama", "hybrid"])
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Small:
     folder = random_model(tmp_path_factory.mktemp(request.param), request.param)
     return Small(folder, make_local_base(folder, tmp_path_factory.mktemp("base")))

@@ -10,12 +10,15 @@ from epilora.trainer.batch import layout_of, micro_batches
 from .conftest import sequences
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("budget", [1, 20, 40, 10_000])
-def test_every_token_is_predicted_once_from_the_right_place(budget: int) -> None:
+def test_every_token_is_predicted_once_from_the_right_place(budget: int, packed: bool) -> None:
     pairs = sequences()
     layout = layout_of(pairs)
     found = torch.full((layout.num_tokens,), -1)
-    for micro in micro_batches(pairs, layout, budget):
+    for micro in micro_batches(pairs, layout, budget, packed=packed):
+        starts = torch.tensor((0, *micro.lengths)).cumsum(0)
+        assert sum(micro.lengths) == (micro.ids.numel() if packed else 0)
         assert micro.ids.numel() <= max(budget, *(sum(map(len, p)) for p in pairs))
         assert torch.equal(found[micro.flat], torch.full_like(micro.flat, -1))
         found[micro.flat] = micro.targets
@@ -23,7 +26,8 @@ def test_every_token_is_predicted_once_from_the_right_place(budget: int) -> None
             prompt, completion = pairs[layout.sequence[flat]]
             offset = flat - int(layout.starts[layout.sequence[flat]])
             before = (*prompt, *completion[:offset])
-            assert tuple(micro.ids[row, : position + 1].tolist()) == before
+            first = int(starts[starts <= position].max()) if packed else 0
+            assert tuple(micro.ids[row, first : position + 1].tolist()) == before
     assert found.tolist() == [token for _, completion in pairs for token in completion]
 
 

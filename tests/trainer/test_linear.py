@@ -11,7 +11,7 @@ from epilora.kernels.cpu_reference import w8a16_lora_linear
 from epilora.quant.formats import Format, ScaleAxis
 from epilora.quant.operand import Operand
 from epilora.quant.reference import dequantize, quantize_weight_ref
-from epilora.trainer.linear import AdapterContext, BaseProjection, LoraLinear, LoraPair, slice_rows
+from epilora.trainer.linear import AdapterContext, BaseProjection, LoraLinear, LoraPair, Segment, slice_rows
 
 K, N, R, SCALING = 24, 20, 3, 1.7
 
@@ -34,7 +34,7 @@ def _layer(
 ) -> tuple[LoraLinear, LoraPair, torch.Tensor]:
     torch.manual_seed(2)
     pair = LoraPair(torch.randn(R, K).requires_grad_(), torch.randn(N, R).requires_grad_(), SCALING)
-    context = AdapterContext(active={"m": pair})
+    context = AdapterContext((Segment(0, None, {"m": pair}),))
     x = torch.randn(2, 5, K, dtype=dtype).requires_grad_()
     return LoraLinear("m", BaseProjection(operand, bias, context)), pair, x
 
@@ -76,7 +76,7 @@ def test_forward_is_the_engines_arithmetic_bit_for_bit() -> None:
             x, operand.values, operand.scales, None, pair.a.to(dtype), (pair.b * SCALING).to(dtype)
         )
         assert torch.equal(layer(x), served)
-        layer.base.context.active = None
+        layer.base.context.segments = ()
         assert torch.equal(layer(x), w8a16_lora_linear(x, operand.values, operand.scales))
 
 

@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actors.routing import EngineView, choose_engine
+from epilora.errors import EngineDead
 from epilora.serving.core import ServingCore
 from epilora.serving.messages import EventStream, Reply, Request
 from epilora.serving.ports import EngineGone, EngineLoad
@@ -65,6 +66,8 @@ class ActorPort:
         """The error the actor raised; EngineGone if it is the actor itself that failed."""
         if isinstance(err, RayTaskError):
             cause = err.cause
+            if isinstance(cause, EngineDead):
+                return EngineGone(str(cause))
             return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
         if isinstance(err, RayActorError):
             self._handle = None

@@ -35,7 +35,10 @@ class Administration:
         return await bounded(self._store.call(method, *args, **kwargs), f"store ({method})", limit)
 
     async def load(self, admin: TenantConfig, body: bytes) -> Reply:
-        """vLLM's call: {"lora_name", "lora_path"}; also "owner". Imports a PEFT folder after preflight and loads it."""
+        """vLLM's call: {"lora_name", "lora_path"}; also "owner".
+
+        Imports a PEFT folder after preflight, loads and probes it, and only then points the name at it.
+        """
         data = wire.parse_json(body)
         name, path = text_field(data, "lora_name"), text_field(data, "lora_path")
         owner = text_field(data, "owner", "")
@@ -56,12 +59,12 @@ class Administration:
             base_model=info.model_name,
             base_digest=info.base_digest,
             import_roots=self._config.import_roots,
+            promote=False,
             seconds=self._config.timeouts.load_s,
         )
         engine = await self._fleet.engine_with(version)
         receipt = engine.resident[version.digest]
-        detail = {"engine": engine.port.name, "slot": receipt.slot, "modules": receipt.modules}
-        await self._ask("note", "load", actor=admin.name, ref=version, detail=detail)
+        await self._ask("promote", version.name, version.version, owner=version.owner, actor=admin.name)
         text = (
             f"Success: LoRA adapter '{name}' added successfully as {version.ref}:"
             f" {receipt.modules} of {receipt.base_modules} modules covered."

@@ -43,11 +43,14 @@ class Catalog:
         return {"object": "list", "data": data, "has_more": len(page) > limit}
 
     async def model(self, name: str, tenant: TenantConfig) -> dict[str, Any]:
-        """The entry of one model name."""
+        """The entry of one model name, with what its probe on this base showed (null before it was loaded once)."""
         info = await self._fleet.any_info()
         version = await self.resolve(name, tenant, info)
         if version is not None:
-            return {**self.entry(version, info), "id": name}
+            probe = await bounded(
+                self._store.call("probe", version.digest, info.base_digest), "store (probe)", self._control_s
+            )
+            return {**self.entry(version, info), "id": name, "probe": probe}
         return wire.model_entry(name, 0, root=info.model_path, digest=info.base_digest)
 
     async def versions(self, name: str, tenant: TenantConfig) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .catalog import Catalog
 from .fairness import FairGate, service
 from .fleet import Fleet, FleetEngine
 from .limits import Limiter
-from .messages import Reply, bounded, error_reply
+from .messages import Reply, bounded, error_reply, wrong_adapter
 from .metrics import ServingMetrics
 from .openai_api import ApiError, Call, Identity, TokenLogprob
 from .ports import EngineGone
@@ -170,12 +170,7 @@ class Completions:
         for completion in completions:
             wanted = job.version.digest if job.version else None
             if completion.adapter != wanted:
-                raise ApiError(
-                    500,
-                    f"the engine answered under {completion.adapter}, asked was {wanted}; the answer is withheld",
-                    type="server_error",
-                    code="wrong_adapter",
-                )
+                raise wrong_adapter(completion.adapter, wanted)
         job.completion_tokens = sum(len(completion.token_ids) for completion in completions)
         per_prompt = completions[:: job.call.n]
         job.prompt_tokens = sum(len(completion.prompt_token_ids) for completion in per_prompt)

@@ -1,7 +1,7 @@
 """The engines behind a router: which are up, which versions each holds, and how a version gets into one.
 
 A version is loaded into an engine once however many ask for it, and used only if the engine read back from the slot
-what was to lie there.
+what was to lie there and a probe shows that the engine computes with it (probe.py).
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epilora.errors import NoFreeSlot
+from epilora.errors import AdapterNotFound, NoFreeSlot
 from epilora.types import AdapterVersion, EngineInfo, LoadReceipt
 
 from .messages import bounded
 from .metrics import ServingMetrics
 from .openai_api import ApiError
 from .ports import ChooseEngine, EngineGone, EngineLoad, EnginePort, StorePort
+from .probe import Probe, difference, probe_from_dict, run_probe
 from .settings import CoreConfig
 
 logger = logging.getLogger(__name__)
 
+MAX_REFUSED = 1000
+RETRY_SLOT_S = 0.02
 DEAD_S = 5.0  # how long an engine that failed is left alone while there are others
 
 
@@ -36,6 +39,8 @@ class FleetEngine:
     loading: dict[str, asyncio.Task[LoadReceipt]] = field(default_factory=dict)
     running: int = 0
     dead_until_s: float = 0.0
+    base_probe: Probe | None = None
+    refused: dict[str, str] = field(default_factory=dict)  # digest -> why it is not served here
 
 
 class Fleet:
@@ -111,10 +116,18 @@ class Fleet:
         ]
 
     async def engine_with(self, version: AdapterVersion | None) -> FleetEngine:
-        """An engine that holds the version, loading it if need be.
+        """An engine that holds the version, loading it if need be; a second one if the first dies meanwhile.
 
         Raises EngineGone, NoFreeSlot, AdapterRejected ...
         """
+        try:
+            return await self._one_with(version)
+        except EngineGone:
+            if len(self.engines) == 1:
+                raise
+            return await self._one_with(version)
+
+    async def _one_with(self, version: AdapterVersion | None) -> FleetEngine:
         chosen = self._choose(self.loads(), version.digest if version else None)
         if chosen is None:
             raise EngineGone("no engine is alive; try again in a few seconds")
@@ -132,13 +145,15 @@ class Fleet:
             except NoFreeSlot:
                 if self._clock() >= deadline:
                     raise
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(RETRY_SLOT_S)
 
     async def load(self, engine: FleetEngine, version: AdapterVersion) -> LoadReceipt:
         """Load once however many ask; the load goes on if one who asked gives up."""
         receipt = engine.resident.get(version.digest)
         if receipt is not None:
             return receipt
+        if version.digest in engine.refused:
+            raise _not_applied(version, engine.refused[version.digest])
         task = engine.loading.get(version.digest)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._load_now(engine, version))
@@ -147,18 +162,26 @@ class Fleet:
         return await asyncio.shield(task)
 
     async def _load_now(self, engine: FleetEngine, version: AdapterVersion) -> LoadReceipt:
-        start = self._clock()
+        start, outcome = self._clock(), "ok"
         try:
-            receipt: LoadReceipt = await bounded(
-                engine.port.load_adapter(version, self._store.tensors(version.digest)),
-                f"loading {version.ref}",
-                self._config.timeouts.load_s,
-            )
+            receipt = await self._load_checked(engine, version)
         except Exception as err:
-            self._metrics.loaded(type(err).__name__, self._clock() - start)
+            outcome = (err.code if isinstance(err, ApiError) else None) or type(err).__name__
             raise
+        finally:
+            self._metrics.loaded(outcome, self._clock() - start)
+        engine.resident[version.digest] = receipt
+        return receipt
+
+    async def _load_checked(self, engine: FleetEngine, version: AdapterVersion) -> LoadReceipt:
+        """Load, compare what was read back, probe, and write it into the store's audit."""
+        timeouts = self._config.timeouts
+        receipt: LoadReceipt = await bounded(
+            engine.port.load_adapter(version, self._store.tensors(version.digest)),
+            f"loading {version.ref}",
+            timeouts.load_s,
+        )
         if receipt.digest != version.digest or receipt.readback_digest != receipt.expected_digest:
-            self._metrics.loaded("wrong_readback", self._clock() - start)
             raise ApiError(
                 500,
                 f"{version.ref} did not arrive intact in slot {receipt.slot}: read back {receipt.readback_digest[:12]},"
@@ -166,16 +189,51 @@ class Fleet:
                 type="server_error",
                 code="load_corrupt",
             )
-        self._metrics.loaded("ok", self._clock() - start)
-        engine.resident[version.digest] = receipt
+        changes = await bounded(self._probe(engine, version), f"probing {version.ref}", timeouts.load_s)
+        detail = {
+            "engine": engine.port.name,
+            "slot": receipt.slot,
+            "modules": receipt.modules,
+            "readback_digest": receipt.readback_digest,
+            "probe_difference": changes,
+        }
+        note = self._store.call("note", "load", actor="router", ref=version, detail=detail)
+        await bounded(note, "store (note)", timeouts.control_s)
         return receipt
+
+    async def _probe(self, engine: FleetEngine, version: AdapterVersion) -> float:
+        """Largest |delta log p| against the base on the fixed prompt. Raises ApiError if the version changes nothing.
+
+        Recorded per version and base; on another base than it was trained on, with the drift from what it does there.
+        """
+        info = await self.info(engine)
+        if engine.base_probe is None:
+            engine.base_probe = await run_probe(engine.port, None)
+        try:
+            found = await run_probe(engine.port, version.digest)
+        except AdapterNotFound as err:
+            raise NoFreeSlot(f"{version.ref} was put out of its slot before it was probed") from err
+        if found == engine.base_probe:
+            why = f"the {len(found.tokens)} probed tokens and their log-probabilities equal the base's exactly"
+            if len(engine.refused) < MAX_REFUSED:
+                engine.refused[version.digest] = why
+            await engine.port.unload_adapter(version.digest)
+            raise _not_applied(version, why)
+        changes = difference(found, engine.base_probe)
+        result = {**found.as_dict(), "difference_from_base": changes, "engine": info.activations, "dtype": info.dtype}
+        if version.base_digest and version.base_digest != info.base_digest:
+            home = await self._store.call("probe", version.digest, version.base_digest)
+            result["drift"] = difference(found, probe_from_dict(home)) if home else None
+        await self._store.call("record_probe", version.digest, info.base_digest, result, actor="router")
+        return changes
 
     def forget(self, engine: FleetEngine, version: AdapterVersion | None, err: Exception) -> None:
         """The engine let a version go (it will be loaded again), or is gone itself."""
         if isinstance(err, EngineGone):
             logger.warning("engine %s is gone: %s", engine.port.name, err)
             engine.resident.clear()
-            engine.info = None
+            engine.refused.clear()
+            engine.info = engine.base_probe = None
             if len(self.engines) > 1:
                 engine.dead_until_s = self._clock() + DEAD_S
         elif version is not None:
@@ -199,3 +257,13 @@ def _finish(loading: dict[str, asyncio.Task[LoadReceipt]], digest: str, task: as
     loading.pop(digest, None)
     if not task.cancelled():
         task.exception()  # retrieved here in case everyone who waited has gone
+
+
+def _not_applied(version: AdapterVersion, why: str) -> ApiError:
+    return ApiError(
+        409,
+        f"{version.ref} is not served: {why}. Either it changes nothing (is its lora_B zero?) or the engine does not"
+        " apply it; ask for the base model, or publish another version",
+        code="adapter_not_applied",
+        param="model",
+    )

@@ -85,6 +85,16 @@ def text_field(data: Mapping[str, Any], name: str, default: str | None = None) -
     return value
 
 
+def wrong_adapter(got: str | None, wanted: str | None) -> ApiError:
+    """An engine answered under something else than it was asked for."""
+    return ApiError(
+        500,
+        f"the engine answered under {got}, asked was {wanted}; the answer is withheld",
+        type="server_error",
+        code="wrong_adapter",
+    )
+
+
 def error_reply(err: Exception) -> Reply:
     """The HTTP reply an exception means, in OpenAI's error shape."""
     api = api_error(err)

@@ -39,7 +39,7 @@ class Job:
     last_s: float | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    unfinished: set[str] = field(default_factory=set)
+    unfinished: dict[str, FleetEngine] = field(default_factory=dict)  # engine request id -> where it runs
     tool_streams: dict[int, ToolCallStream] = field(default_factory=dict)
 
     @property

@@ -13,7 +13,7 @@ from epilora.types import TokenChunk
 
 from . import openai_api as wire
 from .fleet import Fleet, FleetEngine
-from .messages import EventStream, api_error, bounded
+from .messages import EventStream, api_error, bounded, wrong_adapter
 from .openai_api import ApiError, TokenLogprob
 from .ports import EngineGone
 from .requests import Job
@@ -77,9 +77,10 @@ class Streamed:
         for task in self._tasks:
             task.cancel()
         job = self._job
-        if job.unfinished:
-            self._fleet.abort(job.engine, job.identity.id, sorted(job.unfinished))
-            job.unfinished.clear()
+        for engine in {id(engine): engine for engine in job.unfinished.values()}.values():
+            here = sorted(request for request, where in job.unfinished.items() if where is engine)
+            self._fleet.abort(engine, job.identity.id, here)
+        job.unfinished.clear()
 
     async def _pump(self, index: int) -> None:
         """Move one choice's chunks into the queue, then None or the error. A stream that began is not begun again."""
@@ -88,19 +89,21 @@ class Streamed:
         while True:
             engine, last = job.engine, None
             engine.running += 1
-            job.unfinished.add(request.request_id)
+            job.unfinished[request.request_id] = engine
             try:
                 async with aclosing(engine.port.stream(request)) as stream:
                     async for chunk in stream:
+                        if chunk.adapter != request.adapter:
+                            raise wrong_adapter(chunk.adapter, request.adapter)
                         sent, last = True, chunk.finish_reason
                         queue.put_nowait((index, chunk))
                 if last is None:
                     raise EngineGone("the engine's stream ended without a reason")
-                job.unfinished.discard(request.request_id)
+                job.unfinished.pop(request.request_id, None)
                 queue.put_nowait((index, None))
                 return
             except (AdapterNotFound, EngineGone) as err:
-                job.unfinished.discard(request.request_id)
+                job.unfinished.pop(request.request_id, None)
                 attempt += 1
                 try:
                     if sent:

@@ -33,7 +33,7 @@ from .objects import ObjectFiles
 from .peft_files import MAX_ADAPTER_BYTES, write_peft_folder
 from .preflight import PreflightReport, check_tensors, preflight
 from .records import AUDIT_COLUMNS, AuditRow, StoreStats
-from .refs import DIGEST_PATTERN, check_name, check_owner, parse_ref, visible
+from .refs import DIGEST_PATTERN, NAME_PATTERN, check_name, check_owner, parse_ref, visible
 from .sources import read_peft
 
 Versions = list[AdapterVersion]  # AdapterStore has a method called `list`, so its annotations use these
@@ -267,9 +267,15 @@ class AdapterStore:
         )
 
     def promote(self, name: str, version: int, *, owner: str | None = None, actor: str = "") -> AdapterVersion:
-        """Point the name at one of its versions. Atomic and durable. Raises AdapterNotFound."""
+        """Point the name at one of its versions. Atomic and durable. Raises AdapterNotFound.
+
+        With its owner given, a name may be one that points nowhere yet (published with `promote=False`).
+        """
         with self.database.write() as db:
-            found, name = self.database.own(db, name, owner)
+            found = owner
+            if owner is None or not NAME_PATTERN.fullmatch(name):
+                found, name = self.database.own(db, name, owner)
+            assert found is not None
             target = self.database.fetch(db, found, name, version)
             if self.database.current(db, found, name) != version:
                 self.database.point(db, found, name, version)

@@ -22,7 +22,7 @@ CONTEXT = 64
 
 
 class PlainFakeEngine:
-    """name, slots: as an engine's. token_s: seconds per token."""
+    """name, slots: as an engine's. token_s: seconds per token. applies: False leaves the base's log-probabilities."""
 
     def __init__(
         self, name: str = "base", slots: int = 2, token_s: float = 0.0, base_digest: str = BASE_DIGEST
@@ -35,6 +35,7 @@ class PlainFakeEngine:
         self.aborted: list[str] = []
         self.live: dict[str, int] = {}
         self.load_s = 0.0
+        self.applies = True
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
@@ -121,16 +122,18 @@ class PlainFakeEngine:
                 if request.prompt == "die later" and index == 2:
                     os._exit(1)
                 last = index + 1 == request.sampling.max_tokens
-                top = ((7, -0.25), (8, -math.inf))[: wanted or 0]
+                shift = int(request.adapter[:6], 16) / (1 << 24) if request.adapter and self.applies else 0.0
+                top = ((7, -0.25 - shift), (8, -math.inf))[: wanted or 0]
                 yield TokenChunk(
                     request_id=request.request_id,
                     token_ids=(index,),
                     text=f"{word}:{index} ",
-                    logprobs=(-0.5,),
+                    logprobs=(-0.5 - shift,),
                     finish_reason="length" if last else None,
                     prompt_tokens=len(prompt),
                     completion_tokens=index + 1,
                     top_logprobs=(top,),
+                    adapter=request.adapter,
                 )
         finally:
             self.running.discard(request.request_id)

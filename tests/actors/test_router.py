@@ -398,7 +398,7 @@ def test_admin_loads_and_unloads_a_folder(served: Served, tmp_path: Path) -> Non
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="imported", prompt="hi")
     rows = httpx.get(f"{served.url}/v1/audit", params={"limit": 1000}, headers=admin).json()["data"]
-    assert [row["action"] for row in rows if row["name"] == "imported"] == ["publish", "load", "delete"]
+    assert [row["action"] for row in rows if row["name"] == "imported"] == ["publish", "load", "promote", "delete"]
 
 
 def test_promote_and_rollback_over_http(served: Served) -> None:

@@ -417,3 +417,17 @@ def test_probes_are_kept_per_base(store: AdapterStore) -> None:
     store.record_probe(version.digest, "d" * 64, {"dlogp": 0.25})
     assert store.probe(version.digest, "d" * 64) == {"dlogp": 0.25}
     assert store.probe(version.digest, "e" * 64) is None
+
+
+def test_a_name_that_points_nowhere_yet_is_promoted_with_its_owner(store: AdapterStore) -> None:
+    version = store.publish("new", SPEC, tensors(1), base_model="m", base_digest="d", owner="acme", promote=False)
+    assert store.names() == []
+    with pytest.raises(AdapterNotFound):
+        store.promote("new", 1)
+    with pytest.raises(AdapterNotFound, match="has no version 2"):
+        store.promote("new", 2, owner="acme")
+    assert store.promote("new", 1, owner="acme").digest == version.digest
+    assert store.resolve("new", tenant="acme").version == 1
+    store.delete("new", owner="acme")
+    with pytest.raises(AdapterNotFound, match="has no version 1"):
+        store.promote("new", 1, owner="acme")

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import commit_id
 from jobs.recorder import read_metrics
 from jobs.statistics import percentile
 
@@ -44,20 +45,13 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def main_job_row(seed: int) -> dict[str, Any]:
-    name = f"bench-quickstart-{seed}"
+def main_job_row(
+    seed: int, config: str = "configs/quickstart_tiny.yaml", name: str = "bench-quickstart"
+) -> dict[str, Any]:
+    """One whole main job and what it wrote down. `name`: of the run, a seed is appended."""
+    name = f"{name}-{seed}"
     start = time.monotonic()
-    run(
-        [
-            sys.executable,
-            "-m",
-            "jobs.quickstart",
-            "--config",
-            "configs/quickstart_tiny.yaml",
-            f"seed={seed}",
-            f"name={name}",
-        ]
-    )
+    run([sys.executable, "-m", "jobs.quickstart", "--config", config, f"seed={seed}", f"name={name}"])
     wall_s = time.monotonic() - start
     result = json.loads((ROOT / "runs" / name / "result.json").read_text())
     return {"case": "main_job", "seed": seed, "wall_s": wall_s, "result": result}
@@ -93,13 +87,31 @@ def cpu_lora_rows() -> list[dict[str, Any]]:
     return [{"case": "cpu_lora", **row} for row in json.loads(out.splitlines()[-1])["rows"]]
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures, from the rows alone."""
+def main_job_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the main jobs among the rows say, whatever their model."""
     jobs = [r["result"] for r in rows if r["case"] == "main_job"]
     gains = [100 * (j["eval_after"]["accuracy"] - j["eval_before"]["accuracy"]) for j in jobs]
 
     def ttft(phase: str) -> list[float]:
         return [x for job in jobs for tenant in job["tenants"] for x in tenant[phase]["ttft_ms"]]
+
+    return {
+        "accuracy_before": sum(j["eval_before"]["accuracy"] for j in jobs) / len(jobs),
+        "accuracy_after": sum(j["eval_after"]["accuracy"] for j in jobs) / len(jobs),
+        "gain_points": min(gains),
+        "gain_points_mean": sum(gains) / len(gains),
+        "seeds": len(jobs),
+        "main_job_s": max(r["wall_s"] for r in rows if r["case"] == "main_job"),
+        "peak_rss_gb": max(j["peak_rss_gb"] for j in jobs),
+        "mixed_steps": min(j["mixed_steps"] for j in jobs),
+        "base_copies": max(j["base_copies"] for j in jobs),
+        "tenant_ttft_p99_ms_rl_on": percentile(ttft("rl_on"), 99),
+        "tenant_ttft_p99_ms_rl_off": percentile(ttft("rl_off"), 99),
+    }
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures, from the rows alone."""
 
     def mismatch(dtype: str, activations: str) -> float:
         (row,) = [r for r in rows if r["case"] == "mismatch" and (r["dtype"], r["activations"]) == (dtype, activations)]
@@ -109,21 +121,11 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return percentile([s for r in rows if r["case"] == "cpu_lora" and r["provider"] == provider and r["sequences"] == 256 for s in r["samples_tok_s"]], 50)  # fmt: skip
 
     summary = {
-        "accuracy_before": sum(j["eval_before"]["accuracy"] for j in jobs) / len(jobs),
-        "accuracy_after": sum(j["eval_after"]["accuracy"] for j in jobs) / len(jobs),
-        "gain_points": min(gains),
-        "gain_points_mean": sum(gains) / len(gains),
-        "seeds": len(jobs),
-        "main_job_s": max(r["wall_s"] for r in rows if r["case"] == "main_job"),
+        **main_job_summary(rows),
         "mismatch_w8a8": mismatch(DEFAULT_DTYPE, "w8a8"),
         "mismatch_w8a16": mismatch(DEFAULT_DTYPE, "w8a16"),
         "cpu_lora_tokens_s_over_stock": lora_speed("ours") / lora_speed("stock"),
         "cpu_lora_same_base_over_stock": lora_speed("ours_w8a8") / lora_speed("stock"),
-        "peak_rss_gb": max(j["peak_rss_gb"] for j in jobs),
-        "mixed_steps": min(j["mixed_steps"] for j in jobs),
-        "base_copies": max(j["base_copies"] for j in jobs),
-        "tenant_ttft_p99_ms_rl_on": percentile(ttft("rl_on"), 99),
-        "tenant_ttft_p99_ms_rl_off": percentile(ttft("rl_off"), 99),
     }
     for row in (r for r in rows if r["case"] == "variant"):
         summary[f"accuracy_after_{row['name']}"] = row["result"]["eval_after"]["accuracy"]
@@ -135,6 +137,24 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def write_document(path: Path, program: str, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """Write a results file of this machine: rows, their summary, and what ran where."""
+    document = {
+        "schema_version": 1,
+        "command": " ".join([f"python -m benchmarks.{program}", *sys.argv[1:]]),
+        "commit": commit_id(),
+        "gpu": "none",
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: version(name) for name in PACKAGES},
+        "date": time.strftime("%Y-%m-%d"),
+        "summary": summary,
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(summary, indent=1))
 
 
 def main() -> None:
@@ -149,9 +169,6 @@ def main() -> None:
         document["summary"] = summarise(document["rows"])
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
         return
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
     rows: list[dict[str, Any]] = []
     for seed in args.seeds:
         rows.append(main_job_row(seed))
@@ -166,20 +183,7 @@ def main() -> None:
             rows.append(mismatch_row(dtype, activations))
             print(f"{dtype} {activations}: mean |dlogp| {rows[-1]['mean']:.2e}", flush=True)
     rows += cpu_lora_rows()
-    document = {
-        "schema_version": 1,
-        "command": " ".join(["python -m benchmarks.quickstart_cpu", *sys.argv[1:]]),
-        "commit": commit,
-        "gpu": "none",
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": {name: version(name) for name in PACKAGES},
-        "date": time.strftime("%Y-%m-%d"),
-        "summary": summarise(rows),
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document["summary"], indent=1))
+    write_document(RESULTS, "quickstart_cpu", rows, summarise(rows))
 
 
 if __name__ == "__main__":

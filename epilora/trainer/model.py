@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from . import attention
-from .attach import MappedBase
 from .attention import Packing
+from .base import BaseWeights
 from .delta_net import PackedDeltaNet
 from .linear import AdapterContext, BaseProjection, LoraLinear, LoraPair, Segment, slice_rows
 
@@ -83,7 +83,7 @@ class BaseModel:
 
 
 def build_model(
-    base: MappedBase, dtype: torch.dtype, *, checkpoint_activations: bool = False, gemm_mode: str | None = None
+    base: BaseWeights, dtype: torch.dtype, *, checkpoint_activations: bool = False, gemm_mode: str | None = None
 ) -> BaseModel:
     """The model of `base.manifest.model_path` over the base's weights.
 
@@ -117,7 +117,7 @@ def build_model(
 
 
 def _place_weights(
-    base: MappedBase, body: nn.Module, context: AdapterContext, dtype: torch.dtype, gemm_mode: str | None
+    base: BaseWeights, body: nn.Module, context: AdapterContext, dtype: torch.dtype, gemm_mode: str | None
 ) -> dict[str, tuple[int, int]]:
     """Put the base's tensors into the model's modules; the linears' shapes (name -> (N, K))."""
     where = _checkpoint_modules(base)
@@ -140,7 +140,7 @@ def _place_weights(
 
 
 def _projection(
-    base: MappedBase,
+    base: BaseWeights,
     where: Mapping[str, tuple[str, int, int]],
     linear: nn.Linear,
     name: str,
@@ -164,7 +164,7 @@ def _projection(
     return GemmProjection(operand, bias_rows, context, gemm_mode)
 
 
-def _checkpoint_modules(base: MappedBase) -> dict[str, tuple[str, int, int]]:
+def _checkpoint_modules(base: BaseWeights) -> dict[str, tuple[str, int, int]]:
     """Checkpoint module name -> (manifest entry, first row, end row)."""
     where = {}
     for entry in base.manifest.entries:
@@ -175,7 +175,7 @@ def _checkpoint_modules(base: MappedBase) -> dict[str, tuple[str, int, int]]:
     return where
 
 
-def _plain(base: MappedBase, name: str) -> torch.Tensor:
+def _plain(base: BaseWeights, name: str) -> torch.Tensor:
     """The mapped tensor of a parameter that is not quantised. Raises KeyError naming similar entries."""
     if name not in base.operands:
         base.manifest.entry(name)  # raises with the nearest names

@@ -18,7 +18,8 @@ from epilora.types import AdapterSpec, Rollout, RolloutGroup
 
 from . import loss as losses
 from .advantage import group_advantages
-from .attach import MappedBase, attach_single
+from .attach import attach_single
+from .base import BaseWeights
 from .batch import Layout, MicroBatch, TokenPair, layout_of, micro_batches
 from .checkpoint import load_session_state, session_state
 from .linear import LoraPair
@@ -64,7 +65,7 @@ class LoraTrainer:
         on_gpu = self._device.type == "cuda"
         self._packed = on_gpu
         self._gemm_mode = gemm_mode if on_gpu and self._dtype != torch.float32 else None
-        self._base: MappedBase | None = None
+        self._base: BaseWeights | None = None
         self._model: BaseModel | None = None
         self._sessions: dict[str, Session] = {}
         self._meter = PeakMeter()
@@ -81,27 +82,30 @@ class LoraTrainer:
         if self._base is not None and list(manifests) == [self._base.manifest]:
             return
         with self._meter:
-            base = attach_single(manifests)
-            if (
-                self._sessions
-                and self._base is not None
-                and base.manifest.base_digest != self._base.manifest.base_digest
-            ):
-                raise BaseMismatch(
-                    f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this "
-                    f"one is {base.manifest.base_digest[:16]}; close them first"
-                )
-            self._model = build_model(
-                base, self._dtype, checkpoint_activations=self._checkpoint_activations, gemm_mode=self._gemm_mode
+            self.use_base(attach_single(manifests))
+
+    def use_base(self, base: BaseWeights) -> None:
+        """Build the model on a base of this process. Raises BaseMismatch if sessions are open on another one."""
+        if self._sessions and self._base is not None and base.manifest.base_digest != self._base.manifest.base_digest:
+            raise BaseMismatch(
+                f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this "
+                f"one is {base.manifest.base_digest[:16]}; close them first"
             )
-            self._base = base
+        self._model = build_model(
+            base, self._dtype, checkpoint_activations=self._checkpoint_activations, gemm_mode=self._gemm_mode
+        )
+        self._base = base
+
+    @property
+    def vocab_size(self) -> int:
+        return self._attached[1].vocab_size
 
     def base_checksum(self) -> str:
         """sha256 of the mapped codes and scales, computed now."""
         return self._attached[0].digest()
 
     @property
-    def _attached(self) -> tuple[MappedBase, BaseModel]:
+    def _attached(self) -> tuple[BaseWeights, BaseModel]:
         if self._base is None or self._model is None:
             raise RuntimeError("the trainer has no base yet; call attach(manifests) first")
         return self._base, self._model

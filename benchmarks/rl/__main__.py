@@ -1,0 +1,44 @@
+"""Run parts of the RL benchmark and add their rows to the results file.
+
+    python -m benchmarks.rl PART ... [--out FILE] [--small] [--profile]
+
+PART: gradients, train_speed, memory. --small runs shapes that a machine without a GPU can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.harness import Results, command_line
+
+from . import gradients, memory, train_speed
+from .summary import summarise
+
+DEFAULT_OUT = Path(__file__).parents[1] / "results" / "rl_h200.json"
+PARTS = ("gradients", "train_speed", "memory")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="train_speed: also list the step's kernels")
+    given = sys.argv[1:] if arguments is None else arguments
+    args = parser.parse_args(given)
+    results = Results(args.out, summarise, command_line("python -m benchmarks.rl", given))
+    if "gradients" in args.parts:
+        gradients.run(results, small=args.small)
+    if "train_speed" in args.parts:
+        train_speed.run(results, small=args.small, profile=args.profile)
+    if "memory" in args.parts:
+        memory.run(results, small=args.small)
+    for row in results.rows:
+        if row["run_id"] == results.run_id and not row["case"].startswith("train_profile"):
+            print(row["case"], row["provider"], row["M"], row[f"samples_{row['unit']}"], row.get("tensor", ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""What a trainer needs of a base, wherever its tensors are: mapped from an engine, or this process's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from epilora.quant.manifest import WeightManifest
+from epilora.quant.operand import Operand
+
+
+class BaseWeights(Protocol):
+    """The tensors of a manifest by entry name. paths: the files they are mapped from, if any."""
+
+    @property
+    def manifest(self) -> WeightManifest: ...
+
+    @property
+    def operands(self) -> Mapping[str, Operand]: ...
+
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+
+    def digest(self) -> str: ...

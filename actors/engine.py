@@ -68,6 +68,9 @@ class EngineActor:
     async def restore_kv(self) -> None:
         await self._engine.restore_kv()
 
+    async def trainer_turn(self, max_wait_s: float) -> float:
+        return await self._engine.trainer_turn(max_wait_s)
+
     async def reset_prefix_cache(self) -> None:
         await self._engine.reset_prefix_cache()
 

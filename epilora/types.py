@@ -75,6 +75,8 @@ class GenerateRequest:
     """One completion to make.
 
     request_id: unique. kind: "tenant" or "rollout" (engine counters keep them apart).
+    client: the tenant or job it is made for; weight: its share against others (epilora/fairness).
+    ttft_budget_ms: what is left of a promised time to first token when the engine gets it, 0: no promise.
     prompt: text, or token ids. adapter: digest of a version already loaded into the engine; None: the plain base.
     """
 
@@ -83,6 +85,9 @@ class GenerateRequest:
     sampling: Sampling
     adapter: str | None = None
     kind: str = "tenant"
+    client: str = ""
+    weight: float = 1.0
+    ttft_budget_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,10 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since start. mixed_steps: engine steps whose batch held a tenant row and a rollout row together."""
+    """Counters since start. mixed_steps: engine steps whose batch held a tenant row and a rollout row together.
+
+    rollout_seats: rollouts that may be in the batch now; seat_cuts: times a tenant's promise took some of them away.
+    """
 
     steps: int
     mixed_steps: int
@@ -201,3 +209,5 @@ class EngineStats:
     kv_usage: float
     loaded: tuple[str, ...]  # digests
     paths: dict[str, int] = field(default_factory=dict)  # calls per dispatch path
+    rollout_seats: int = 0
+    seat_cuts: int = 0

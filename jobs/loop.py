@@ -31,6 +31,8 @@ from jobs.checkpoints import Checkpoints, LoopState
 
 logger = logging.getLogger(__name__)
 
+MAX_TURN_WAIT_S = 5.0  # how long a training step lets tenants' promises go first
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -203,6 +205,7 @@ class RLLoop:
                 ),
                 adapter=policy.version.digest,
                 kind="rollout",
+                client=f"job:{self.config.name}",
             )
             for i, problem in enumerate(problems)
             for j in range(rl.group_size)
@@ -247,6 +250,7 @@ class RLLoop:
         staleness = self.step - batch.policy_step
         assert staleness <= self.config.rl.max_staleness, f"batch {batch.index} is {staleness} steps old"
         released = self.config.trainer.placement is Placement.shared_kv_released
+        waited_s = await self._engine.trainer_turn(MAX_TURN_WAIT_S)
         start = time.monotonic()
         if released:
             await self._engine.release_kv(0.0)
@@ -272,6 +276,7 @@ class RLLoop:
             "rollout/staleness_steps": staleness,
             **{key if "/" in key else f"train/{key}": value for key, value in trained.items()},
             "time/generate_s": batch.generate_s,
+            "time/turn_wait_s": waited_s,
             "time/train_s": train_s,
             "time/publish_s": publish_s,
         }

@@ -389,7 +389,19 @@ class VllmEngine:
             kv_usage=shot.get("kv_usage", 0.0),
             loaded=self._residents.loaded(),
             paths=dict(shot.get("paths", {})),
+            rollout_seats=shot.get("rollout_seats", 0),
+            seat_cuts=shot.get("seat_cuts", 0),
         )
+
+    async def trainer_turn(self, max_wait_s: float) -> float:
+        """Wait until no tenant's promised time to first token is in danger, at most `max_wait_s`; seconds waited.
+
+        For whoever is about to take the engine's processor for a training step.
+        """
+        start = time.perf_counter()
+        while self._steps.keeper.in_danger and time.perf_counter() - start < max_wait_s:
+            await asyncio.sleep(0.01)
+        return time.perf_counter() - start
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Token ids of a text, with the special tokens the tokenizer adds by itself."""

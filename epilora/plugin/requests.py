@@ -33,6 +33,7 @@ class Live:
     first_s: float = 0.0
     internal_id: str = ""
     produced: int = 0
+    tokens: int = 0  # in its completion, once there is one
 
     @property
     def engine_id(self) -> str:
@@ -105,6 +106,8 @@ class Preparer:
         """A request to generate. Raises PromptTooLong, ValueError."""
         if request.kind not in KINDS:
             raise ValueError(f"request {request.request_id!r}: kind={request.kind!r}; allowed are {', '.join(KINDS)}")
+        if not request.weight > 0:
+            raise ValueError(f"request {request.request_id!r}: weight={request.weight}; it must be above 0")
         sampling = request.sampling
         prompt = self._encode(request.prompt) if isinstance(request.prompt, str) else tuple(request.prompt)
         self._check_prompt(request.request_id, prompt)

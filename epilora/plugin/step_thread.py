@@ -1,7 +1,7 @@
 """The one thread that touches a vLLM LLMEngine: it steps it, and between two steps does what callers put into its inbox.
 
-Requests put in by one call enter the same step. Rollouts take at most their seats of the batch and queue for them in
-order; tenants' requests go in at once.
+Requests put in by one call enter the same step. Rollouts take at most their seats of the batch and queue for them
+(epilora/fairness: jobs take turns, and a tenant's promise in danger makes rollouts wait); tenants' go in at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from epilora.errors import EngineDead
+from epilora.fairness.counters import service
+from epilora.fairness.promise import PromiseKeeper
+from epilora.fairness.seats import SeatQueue
 from epilora.types import Completion, TokenChunk
 
 from . import compat
@@ -56,8 +58,8 @@ class StepThread:
         self.names: set[str] = set()
         self._live: dict[str, Live] = {}  # step thread only; engine id -> request
         self._internal: dict[str, Live] = {}  # step thread only; those vLLM has
-        self._queued: deque[Live] = deque()  # step thread only; rollouts that wait for a seat, also in _live
-        self._rollout_seats = rollout_seats
+        self.keeper = PromiseKeeper(rollout_seats)
+        self._queued: SeatQueue[Live] = SeatQueue(self.keeper)  # step thread only; rollouts waiting, also in _live
         self._inbox: queue.SimpleQueue[list[Live] | Command | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self.snapshot: dict[str, Any] = {}
@@ -145,6 +147,7 @@ class StepThread:
                 live = self._internal.get(output.request_id)
                 if live is not None and not live.first_s and output.new_token_ids:
                     live.first_s = now
+                    self.keeper.first_token(live.engine_id, now)
             return outputs
 
         core.get_output = get_output
@@ -179,18 +182,22 @@ class StepThread:
     def _admit(self, batch: list[Live]) -> None:
         """Add all tenants' requests of one call (if vLLM refuses one, none runs); rollouts queue for their seats."""
         rollouts = [live for live in batch if live.request.kind == "rollout"]
-        self._queued += rollouts
-        self._live |= {live.engine_id: live for live in rollouts}
-        self._add([live for live in batch if live.request.kind != "rollout"])
+        for live in rollouts:
+            self._live[live.engine_id] = live
+            request, cost = live.request, service(len(live.prompt), live.request.sampling.max_tokens)
+            self._queued.push(live.engine_id, live, client=request.client, weight=request.weight, cost=cost)
+        tenants = [live for live in batch if live.request.kind != "rollout"]
+        for live in tenants:
+            self.keeper.arrived(live.engine_id, live.request.ttft_budget_ms, live.submitted_s)
+        self._add(tenants)
 
     def _seat_rollouts(self) -> None:
-        """Give free rollout seats to the requests that queue for them, in order."""
+        """Give free rollout seats to the requests that queue for them."""
         if not self._queued:
             return
         seated = sum(live.request.kind == "rollout" for live in self._internal.values())
-        while self._queued and seated < self._rollout_seats:
-            self._add([self._queued.popleft()])
-            seated += 1
+        for live in self._queued.take(seated):
+            self._add([live])
 
     def _add(self, batch: list[Live]) -> None:
         added: list[Live] = []
@@ -248,6 +255,7 @@ class StepThread:
         self, live: Live, tokens: tuple[int, ...], logprobs: Any, reason: str, text: str | None
     ) -> Completion:
         now = time.perf_counter()
+        live.tokens = len(tokens)
         request = live.request
         sampled, top = read_logprobs(tokens, logprobs, request.sampling.logprobs)
         after_first = now - live.first_s if live.first_s else 0.0
@@ -267,6 +275,8 @@ class StepThread:
     def _finish(self, live: Live, result: Any) -> None:
         self._live.pop(live.engine_id, None)
         self._internal.pop(live.internal_id, None)
+        self.keeper.ended(live.engine_id)
+        self._queued.finished(live.engine_id, service(len(live.prompt), live.tokens))
         self.give_name(live)
         self._on_end(live)
         live.on_done(result)
@@ -283,7 +293,7 @@ class StepThread:
                 tokens, logprobs = compat.partial_output(self.engine, live.internal_id)
                 self.engine.abort_request([engine_id])
             else:
-                self._queued.remove(live)
+                self._queued.remove(live.engine_id)
             if live.extract is not None:
                 self._finish(live, asyncio.CancelledError())
                 continue
@@ -296,7 +306,14 @@ class StepThread:
     def _take_snapshot(self) -> None:
         running, waiting, usage = compat.engine_counts(self.engine)
         waiting += len(self._queued)
-        self.snapshot = {**self.rpc("epilora_stats"), "running": running, "waiting": waiting, "kv_usage": usage}
+        self.snapshot = {
+            **self.rpc("epilora_stats"),
+            "running": running,
+            "waiting": waiting,
+            "kv_usage": usage,
+            "rollout_seats": self.keeper.seats,
+            "seat_cuts": self.keeper.cuts,
+        }
 
     def _die(self, err: BaseException) -> None:
         """Fail everything that waits, now and later."""

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from epilora.errors import AdapterNotFound, NoFreeSlot, PromptTooLong
+from epilora.fairness.counters import service
 from epilora.types import AdapterVersion, Completion, EngineInfo, GenerateRequest, TokenChunk
 
 from . import openai_api as wire
 from .catalog import Catalog
-from .fairness import FairGate, service
 from .fleet import Fleet, FleetEngine
+from .gate import FairGate
 from .limits import Limiter
 from .messages import Reply, bounded, error_reply, wrong_adapter
 from .metrics import ServingMetrics
@@ -151,11 +152,20 @@ class Completions:
                         sampling=replace(sampling, seed=seed),
                         adapter=version.digest if version else None,
                         kind="tenant",
+                        client=tenant.name,
+                        weight=tenant.weight,
+                        ttft_budget_ms=self._budget_ms(tenant, started),
                     )
                 )
         fingerprint = version.digest if version else info.base_digest
         identity = Identity(request_id, int(time.time()), call.model, fingerprint)
         return Job(tenant, call, identity, version, ticket, engine, requests, started)
+
+    def _budget_ms(self, tenant: TenantConfig, started: float) -> float:
+        """What is left of the tenant's promised time to first token, at least 1 ms; 0 if it has no promise."""
+        if not tenant.p99_ttft_ms:
+            return 0.0
+        return max(1.0, tenant.p99_ttft_ms - (self._clock() - started) * 1e3)
 
     def _headers(self, job: Job) -> dict[str, str]:
         version = job.version

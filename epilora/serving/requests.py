@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from epilora.types import AdapterVersion, GenerateRequest
 
-from .fairness import Turn
 from .fleet import FleetEngine
+from .gate import Turn
 from .limits import Lease
 from .openai_api import Call, Identity
 from .tenants import TenantConfig

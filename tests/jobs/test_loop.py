@@ -14,7 +14,7 @@ from epilora.errors import EpiloraError
 from epilora.tasks.base import Problem, RewardError
 from epilora.trainer.loss import LossConfig
 from epilora.types import AdapterSpec, AdapterVersion, Completion, EngineStats, LoadReceipt
-from jobs.loop import RLLoop, rollout_seed
+from jobs.loop import MAX_TURN_WAIT_S, RLLoop, rollout_seed
 
 
 class Engine:
@@ -31,12 +31,17 @@ class Engine:
         self.readback = ""
         self.answer_with: str | None = None
         self.aborted: list[str] = []
+        self.turns: list[tuple[int, float]] = []
 
     def info(self):
         return SimpleNamespace(base_digest="base", model_name="m")
 
     def stats(self):
         return EngineStats(0, 0, 0, 0, 0, 0, 0.0, tuple(self.loaded))
+
+    async def trainer_turn(self, max_wait_s):
+        self.turns.append((len(self.batches), max_wait_s))
+        return 0.25
 
     async def generate(self, requests):
         digest = requests[0].adapter
@@ -200,6 +205,13 @@ def test_kv_is_released_only_around_training_when_configured(tmp_path: Path) -> 
     loop, engine, *_ = make(tmp_path, "trainer.placement=shared_kv_released", "rl.steps=2")
     asyncio.run(start_and_run(loop))
     assert engine.kv == ["release", "restore"] * 2
+
+
+def test_every_training_step_waits_for_its_turn(tmp_path: Path) -> None:
+    loop, engine, _, _, records = make(tmp_path, "rl.steps=3")
+    asyncio.run(start_and_run(loop))
+    assert engine.turns == [(1, MAX_TURN_WAIT_S), (2, MAX_TURN_WAIT_S), (3, MAX_TURN_WAIT_S)]
+    assert [metrics["time/turn_wait_s"] for _, metrics in records] == [0.25] * 3
 
 
 def test_the_trainer_gets_the_loss_as_configured(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from epilora.serving.fairness import FairGate, TokenCounters, jain, service
+from epilora.fairness.counters import TokenCounters, jain, service
+from epilora.serving.gate import FairGate
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -1,0 +1,1 @@
+"""Who goes next: tenants and RL jobs by virtual token counters, rollouts behind tenants' promises. Standard library."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.harness import Results, command_line
@@ -29,15 +31,25 @@ def main(arguments: list[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(given)
     results = Results(args.out, summarise, command_line("python -m benchmarks.rl", given))
-    if "gradients" in args.parts:
-        gradients.run(results, small=args.small)
-    if "train_speed" in args.parts:
-        train_speed.run(results, small=args.small, profile=args.profile)
-    if "memory" in args.parts:
-        memory.run(results, small=args.small)
+    parts: dict[str, Callable[[], None]] = {
+        "gradients": lambda: gradients.run(results, small=args.small),
+        "train_speed": lambda: train_speed.run(results, small=args.small, profile=args.profile),
+        "memory": lambda: memory.run(results, small=args.small),
+    }
+    failed = []
+    for name in args.parts:
+        try:
+            parts[name]()
+        except Exception as err:  # a part that fails leaves a row that says so, and the others run
+            traceback.print_exc()
+            results.add_failure(name, "epilora", 0, f"{type(err).__name__}: {err}"[:400])
+            results.write()
+            failed.append(name)
     for row in results.rows:
         if row["run_id"] == results.run_id and not row["case"].startswith("train_profile"):
             print(row["case"], row["provider"], row["M"], row[f"samples_{row['unit']}"], row.get("tensor", ""))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; see above, and the rows with a `failure`")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     q, k, v = silu(conv(W_qkv x)),   beta = sigmoid(W_b x),   g = -exp(A_log) softplus(W_a x + dt_bias)
     y = W_out (rmsnorm(delta_rule(q, k, v, g, beta)) * silu(W_z x))
 
-Convolution and recurrent state start anew with each sequence. Without that package (it needs a GPU) each sequence goes
-through transformers' own layer by itself.
+Convolution and recurrent state start anew with each sequence. Without that package (it needs a GPU), and in fp32, each
+sequence goes through transformers' own layer by itself.
 """
 
 from __future__ import annotations

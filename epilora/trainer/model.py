@@ -108,7 +108,7 @@ def build_model(
         raise KeyError(f"the manifest of engine {base.manifest.engine!r} lacks weights for {left[:5]}")
     for name, module in list(body.named_modules()):
         if type(module).__name__.endswith("GatedDeltaNet"):
-            body.set_submodule(name, PackedDeltaNet(module, fused=head.is_cuda))
+            body.set_submodule(name, PackedDeltaNet(module, fused=head.is_cuda and dtype != torch.float32))
     if checkpoint_activations:
         for layer in body.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

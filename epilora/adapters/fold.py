@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,8 +53,8 @@ class FoldedModule:
 
     def padded(self, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(A [rank, K], B [N, rank]) in `dtype`, new tensors, zeros past this module's rank."""
-        a_RK = torch.zeros(rank, self.a_RK.shape[1], dtype=dtype)
-        b_NR = torch.zeros(self.b_NR.shape[0], rank, dtype=dtype)
+        a_RK = torch.zeros(rank, self.a_RK.shape[1], dtype=dtype, device=self.a_RK.device)
+        b_NR = torch.zeros(self.b_NR.shape[0], rank, dtype=dtype, device=self.b_NR.device)
         a_RK[: self.rank] = self.a_RK.to(dtype)
         b_NR[:, : self.rank] = self.b_NR.to(dtype)
         return a_RK, b_NR
@@ -81,8 +81,17 @@ def is_target(spec: AdapterSpec, module: str) -> bool:
     return any(target in (ALL_LINEAR, module) or module.endswith("." + target) for target in spec.target_modules)
 
 
+def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """max |x| of each tensor, NaN if it holds one, 0 if it is empty; one synchronisation for all."""
+    if not tensors:
+        return []
+    norms = torch._foreach_norm([tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors], math.inf)
+    return torch.stack([norm.float() for norm in norms]).tolist()
+
+
 def fold(spec: AdapterSpec, tensors: Mapping[str, Any]) -> dict[str, FoldedModule]:
-    """Per checkpoint module: A and scaled B, fp32, in tensors of their own (the caller's are never written to).
+    """Per checkpoint module: A and scaled B, fp32, in tensors of their own (the caller's are never written to), on the
+    device the given ones are on.
 
     tensors: PEFT's keys (`base_model.model.<module>.lora_A.weight`), torch or numpy.
     Raises AdapterRejected: a key that is no LoRA weight, A without B, wrong dimensions or rank, values that are not
@@ -93,22 +102,25 @@ def fold(spec: AdapterSpec, tensors: Mapping[str, Any]) -> dict[str, FoldedModul
             f"adapter spec has rank={spec.rank}, alpha={spec.alpha}; rank must be >= 1 and alpha finite"
         )
     sides: dict[str, dict[str, torch.Tensor]] = {}
+    given: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
         match = _KEY.match(key)
         if match is None:
             raise AdapterRejected(
                 f"tensor {key!r} is no LoRA weight; expected {PREFIX}<module>.lora_A.weight or .lora_B.weight"
             )
-        tensor = as_tensor(value)
+        tensor = value.detach() if isinstance(value, torch.Tensor) else as_tensor(value)
         if tensor.dim() != 2 or not tensor.is_floating_point():
             raise AdapterRejected(
                 f"tensor {key!r} has shape {tuple(tensor.shape)}, dtype {tensor.dtype}; expected a float matrix"
             )
-        if not torch.isfinite(tensor).all():
-            raise AdapterRejected(f"tensor {key!r} holds values that are not finite")
+        given[key] = tensor
         sides.setdefault(match["module"], {})[match["side"]] = tensor
     if not sides:
         raise AdapterRejected("adapter has no LoRA tensors: it would change nothing; check how it was saved")
+    for key, largest in zip(given, largest_magnitudes(list(given.values())), strict=True):
+        if not math.isfinite(largest):
+            raise AdapterRejected(f"tensor {key!r} holds values that are not finite")
     folded = {}
     for module, pair in sides.items():
         if set(pair) != {"A", "B"}:

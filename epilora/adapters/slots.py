@@ -114,6 +114,17 @@ class SlotMap:
         slot.pins.clear()
         return self._leave(slot)
 
+    def rename(self, old: str, new: str) -> None:
+        """A loaded version goes by another digest from now on; its id, requests and pins stay.
+
+        Raises AdapterNotFound (`old`), ValueError if `new` is loaded.
+        """
+        slot = self._find(old)
+        if new in self._slots:
+            raise ValueError(f"SlotMap: {new[:12]} is loaded already, {old[:12]} cannot take its name")
+        self._slots = OrderedDict((new if key == old else key, value) for key, value in self._slots.items())
+        slot.digest = new
+
     def pin(self, digest: str, holder: str) -> None:
         """Keep a version from being put out for another. Raises AdapterNotFound."""
         self._find(digest).pins.add(holder)

@@ -16,6 +16,7 @@ import torch
 
 MAGIC = b"epilora-tree-1\n"
 _LEAF_BYTES = 4096
+_GROUP_BYTES = 64 << 20
 
 
 def tree_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
@@ -47,26 +48,44 @@ def _top(data: torch.Tensor) -> bytes:
 
 def _tops_on_gpu(flat: Sequence[torch.Tensor]) -> list[bytes | None]:
     """The top level of each tensor that is on a GPU, None for the others."""
-    levels: list[torch.Tensor | None] = []
-    for data in flat:
-        level: torch.Tensor | None = None
-        if data.is_cuda:
-            from epilora.kernels.sha256 import sha256_leaves
-
-            level = data
-            while level.numel() > _LEAF_BYTES:
-                level = sha256_leaves(level).reshape(-1)
-        levels.append(level)
-    here = [level for level in levels if level is not None]
+    here = [data for data in flat if data.is_cuda]
     if not here:
         return [None] * len(flat)
-    joined = torch.cat(here).cpu().numpy().tobytes()
+    levels = list(here)
+    while tall := [at for at, level in enumerate(levels) if level.numel() > _LEAF_BYTES]:
+        for at, level in zip(tall, _next_levels([levels[at] for at in tall]), strict=True):
+            levels[at] = level
+    joined = torch.cat(levels).cpu().numpy().tobytes()
     tops: list[bytes | None] = []
-    at = 0
-    for level in levels:
-        if level is None:
-            tops.append(None)
-        else:
-            tops.append(joined[at : at + level.numel()])
-            at += level.numel()
+    start = 0
+    sizes = iter(level.numel() for level in levels)
+    for data in flat:
+        size = next(sizes) if data.is_cuda else 0
+        tops.append(joined[start : start + size] if data.is_cuda else None)
+        start += size
     return tops
+
+
+def _next_levels(levels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """SHA-256 of every piece of each level; small ones are hashed together, since a launch costs more than they do."""
+    from epilora.kernels.sha256 import sha256_leaves
+
+    groups: list[list[torch.Tensor]] = []
+    room = 0
+    for level in levels:
+        if level.numel() > room:
+            groups.append([])
+            room = _GROUP_BYTES
+        groups[-1].append(level)
+        room -= level.numel()
+    found: list[torch.Tensor] = []
+    for group in groups:
+        if len(group) == 1:
+            found.append(sha256_leaves(group[0]).reshape(-1))
+            continue
+        padded: list[torch.Tensor] = []
+        for level in group:
+            padded += [level, level.new_zeros(-level.numel() % _LEAF_BYTES)]
+        digests = sha256_leaves(torch.cat(padded))
+        found += [part.reshape(-1) for part in digests.split([-(-level.numel() // _LEAF_BYTES) for level in group])]
+    return found

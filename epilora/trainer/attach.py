@@ -1,7 +1,8 @@
-"""Map an engine's exported weights read-only and read them as typed operands.
+"""Map an engine's exported weights and read them as typed operands.
 
 The file of a shared-memory manifest is mapped once with PROT_READ and MAP_SHARED; every tensor is a view of that
-mapping, so the base exists once however many trainers attach, and a stray write ends in a fault.
+mapping, so the base exists once however many trainers attach, and a stray write ends in a fault. A GPU's weights are
+mapped through their CUDA IPC handles, found by the GPU's UUID; such a mapping is writable, the digest tells.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from epilora.adapters.digest import weights_digest
-from epilora.errors import BaseMismatch, UnsupportedKernel
+from epilora.errors import BaseMismatch, EngineDead, UnsupportedKernel
+from epilora.quant.cuda_ipc import map_tensor
 from epilora.quant.manifest import TensorEntry, Transport, WeightEntry, WeightManifest
 from epilora.quant.operand import Operand
 
@@ -36,10 +38,10 @@ class MappedBase:
     """
 
     def __init__(self, manifest: WeightManifest, *, verify: bool = True) -> None:
-        """Map the manifest's files.
+        """Map the manifest's tensors.
 
-        Raises UnsupportedKernel for another transport than shared memory, FileNotFoundError if the engine is gone,
-        BaseMismatch (if `verify`) when the bytes do not have the manifest's digest.
+        Raises FileNotFoundError (shared memory) or EngineDead (GPU) if the engine is gone, ValueError if its GPU is not
+        visible here, BaseMismatch (if `verify`) when the bytes do not have the manifest's digest.
         """
         self.manifest = manifest
         self._maps: dict[str, mmap.mmap] = {}
@@ -62,10 +64,14 @@ class MappedBase:
                 )
 
     def _view(self, entry: TensorEntry) -> torch.Tensor:
-        if entry.location.transport is not Transport.SHM:
-            raise UnsupportedKernel(
-                f"transport {entry.location.transport.value}: this trainer maps shared memory (shm) only"
-            )
+        if entry.location.transport is Transport.CUDA_IPC:
+            try:
+                return map_tensor(entry)
+            except RuntimeError as err:
+                raise EngineDead(
+                    f"engine {self.manifest.engine!r}: its weights cannot be mapped: {err}; handles die with the engine that"
+                    " made them: export the weights again from a running one"
+                ) from err
         path = entry.location.path
         if path not in self._maps:
             if not os.path.exists(path):

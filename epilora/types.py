@@ -145,6 +145,45 @@ class LoadReceipt:
 
 
 @dataclass(frozen=True)
+class AdapterDraft:
+    """An adapter's content while it has no version yet: sampled from at once, durable and visible to others later.
+
+    draft_id: unique; requests name it as their adapter until the version's digest is known. name, spec, base_digest,
+    base_model: as the version will have them.
+    """
+
+    draft_id: str
+    name: str
+    spec: AdapterSpec
+    base_digest: str = ""
+    base_model: str = ""
+
+    @property
+    def kv_namespace(self) -> str:
+        """Name under which an engine caches keys and values: unique to the draft."""
+        return f"{self.name}@draft#{self.draft_id}"
+
+
+@dataclass(frozen=True)
+class DraftReceipt:
+    """Proof of what an engine holds of a draft.
+
+    slot, readback_digest, expected_digest, modules, base_modules: as in LoadReceipt. source_digest: of the tensors the
+    engine read (`epilora.adapters.digest.weights_digest` of their PEFT names); the version that seals the draft must
+    have the same.
+    """
+
+    draft_id: str
+    slot: int
+    readback_digest: str
+    expected_digest: str
+    source_digest: str
+    modules: int
+    base_modules: int
+    load_ms: float
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled answer with what training needs.
 

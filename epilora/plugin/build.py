@@ -10,13 +10,15 @@ from epilora.types import EngineInfo
 
 from . import compat
 from .environment import prepare_environment
+from .kv_memory import keep_weights_plain, pool_argument
 
 
-def build_engine(name: str, arguments: dict[str, Any]) -> Any:
+def build_engine(name: str, arguments: dict[str, Any], gpu_arguments: dict[str, Any]) -> Any:
     """An LLMEngine (vLLM's V1 engine, in this process).
 
     arguments: EngineArgs' fields; None leaves vLLM's default, a name this release does not know is dropped.
-    Raises RuntimeError if the plugin is not active in it, and what vLLM raises.
+    gpu_arguments: more of them, on a GPU only. Raises RuntimeError if the plugin is not active in it, and what vLLM
+    raises.
     """
     prepare_environment()
     from vllm import EngineArgs
@@ -24,6 +26,9 @@ def build_engine(name: str, arguments: dict[str, Any]) -> Any:
 
     from . import register
 
+    if not compat.is_cpu():
+        keep_weights_plain()
+        arguments = {**arguments, **gpu_arguments, pool_argument(EngineArgs): True}
     given = {key: value for key, value in arguments.items() if value is not None}
     engine = LLMEngine.from_engine_args(EngineArgs(**compat.supported_arguments(EngineArgs, given)))
     status = register.installed()

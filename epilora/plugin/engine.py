@@ -23,11 +23,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from epilora.adapters.device_tensors import DeviceTensors
 from epilora.errors import EngineDead
 from epilora.quant.manifest import WeightManifest
 from epilora.types import (
+    AdapterDraft,
     AdapterVersion,
     Completion,
+    DraftReceipt,
     EngineInfo,
     EngineStats,
     GenerateRequest,
@@ -38,12 +41,15 @@ from epilora.types import (
 from . import compat
 from .build import build_engine, describe
 from .environment import linear_suffixes, spare_positions
+from .kv_blocks import KvRelease
 from .requests import KINDS, Live, Preparer, nothing, to_loop
-from .residents import Residents, check_version
+from .residents import Residents, check_base, check_content
 from .step_thread import StepThread
 
 _T = TypeVar("_T")
 
+# vLLM wants this share of the GPU to be free when it starts; kv_cache_bytes says how large the cache is.
+_LEAST_UTILIZATION = 0.05
 _open_engines: set[int] = set()  # ids of this process's engines between start and close
 _open_lock = threading.Lock()
 
@@ -71,6 +77,10 @@ class VllmEngine:
         enable_prefix_caching: bool = True,
         block_size: int | None = None,
         shm_dir: str = "/dev/shm",
+        tensor_parallel: int = 1,
+        graph_sizes: Sequence[int] | None = None,
+        load_format: str = "auto",
+        compilation: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the model and start stepping; blocks until the engine is ready.
 
@@ -79,8 +89,10 @@ class VllmEngine:
         max_lora_rank: one of vLLM's (1, 8, 16, 32, 64, ...). target_modules: suffixes adapters may target; None: all
         linears.
         tenant_seats: how many of max_num_seqs rollouts leave free, so that a tenant never waits for a rollout to end.
-        kv_cache_bytes: of the cache. block_size: tokens a cache block, None: vLLM's choice. shm_dir: for
-        `export_weights`.
+        kv_cache_bytes: of the cache, on each GPU. block_size: tokens a cache block, None: vLLM's choice. shm_dir: for
+        `export_weights` on the CPU. load_format: vLLM's; "dummy" makes random weights from config.json alone.
+        On a GPU: tensor_parallel: GPUs that share the model. graph_sizes: batch sizes CUDA graphs are captured for (vLLM
+        chooses many if None; none at all if empty). compilation: more of vLLM's CompilationConfig.
 
         Raises RuntimeError if the plugin is not active, UnsupportedKernel if the activations cannot be had, and what
         vLLM raises.
@@ -112,6 +124,7 @@ class VllmEngine:
             "seed": seed,
             "enable_prefix_caching": enable_prefix_caching,
             "block_size": block_size,
+            "load_format": load_format,
             "enforce_eager": True,
             "async_scheduling": False,  # a step sees what the step before it produced: the same batches every time
             "disable_log_stats": True,
@@ -119,10 +132,20 @@ class VllmEngine:
             "worker_extension_cls": "epilora.plugin.worker.WorkerExtension",
             "additional_config": {"epilora": {"activations": activations}},
         }
+        graphs: dict[str, Any] = dict(compilation or {})
+        if graph_sizes:
+            graphs["cudagraph_capture_sizes"] = sorted(graph_sizes)
+        gpu_arguments = {
+            "enforce_eager": graph_sizes is not None and not graph_sizes,
+            "compilation_config": graphs or None,
+            "tensor_parallel_size": tensor_parallel,
+            "disable_custom_all_reduce": tensor_parallel > 1,  # it shares pool memory, which cannot be exported
+            "gpu_memory_utilization": _LEAST_UTILIZATION,
+        }
         self._residents = Residents(max_loras, self._rpc)
         self._steps = StepThread(
             name,
-            build=lambda: build_engine(name, arguments),
+            build=lambda: build_engine(name, arguments, gpu_arguments),
             on_end=self._ended,
             detokenize=self.detokenize,
             rollout_seats=max_num_seqs - tenant_seats,
@@ -135,6 +158,8 @@ class VllmEngine:
         except BaseException:
             self._steps.stop()
             raise
+        self._on_gpu = not compat.is_cpu()
+        self._kv = KvRelease(self._steps, self._on_every_rank)
         model_config = self._engine.model_config
         self._preparer = Preparer(
             max_model_len=max_model_len,
@@ -151,6 +176,9 @@ class VllmEngine:
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._steps.rpc(method, *args)
+
+    def _on_every_rank(self, method: str, *args: Any) -> list[Any]:
+        return self._engine.collective_rpc(method, args=args)
 
     async def _call(self, run: Callable[[], _T]) -> _T:
         """Run in the step thread, between two steps."""
@@ -317,8 +345,26 @@ class VllmEngine:
         Raises AdapterRejected (module, shape it has and should have; no coverage; values not finite; content that is
         not the digest's), BaseMismatch, NoFreeSlot. A failed load changes nothing a request could see.
         """
-        check_version(version, tensors, self._info.base_digest)
+        check_base(version.ref, version.base_digest, self._info.base_digest)
+        check_content(version, tensors)
         return await self._call(lambda: self._residents.load(version, tensors))
+
+    async def load_draft(self, draft: AdapterDraft, tensors: DeviceTensors) -> DraftReceipt:
+        """Put what a trainer on this GPU handed over into a slot, between two steps; requests may name the draft at once.
+
+        The trainer keeps the tensors as they are until this returns. Raises as `load_adapter`, ValueError for a draft id
+        that was used before.
+        """
+        check_base(f"draft {draft.draft_id}", draft.base_digest, self._info.base_digest)
+        return await self._call(lambda: self._residents.load_draft(draft, tensors))
+
+    async def seal_draft(self, draft_id: str, version: AdapterVersion, source_digest: str) -> LoadReceipt:
+        """A draft's content is durable as `version`: it goes by the version's digest from now on, and by its own id.
+
+        source_digest: `epilora.adapters.digest.weights_digest` of the version's tensors, computed from what was stored.
+        Raises AdapterNotFound; AdapterRejected if it is not what the engine read (the draft is unloaded).
+        """
+        return await self._call(lambda: self._residents.seal(draft_id, version, source_digest))
 
     async def unload_adapter(self, digest: str) -> None:
         """Free the slot once no live request uses it; new requests no longer find it. Raises AdapterNotFound."""
@@ -352,22 +398,28 @@ class VllmEngine:
         return await self._call(lambda: self._rpc("epilora_base_checksum"))
 
     async def release_kv(self, keep_fraction: float = 0.0) -> int:
-        """Drop the KV cache's pages past `keep_fraction`; returns the bytes given back to the system.
+        """Give the memory of the KV cache past `keep_fraction` back; returns the bytes.
 
         Running requests are preempted and recompute their keys and values when they go on; the prefix cache is emptied.
-        On the CPU the cache's capacity stays: pages come back as blocks are written, there is no need to wait for
-        `restore_kv`.
+        On a GPU nothing runs until `restore_kv` if nothing is kept; with a share kept (enough for one request of
+        max_model_len), tenants are served from it and rollouts wait. On the CPU the cache's capacity stays: pages come
+        back as blocks are written. Raises ValueError, UnsupportedKernel (a share of a cache that is not block-major).
         """
 
         def run() -> int:
+            if self._on_gpu:
+                return self._kv.release(keep_fraction)
             self._engine.reset_prefix_cache(reset_running_requests=True)
             return self._rpc("epilora_drop_kv", keep_fraction)
 
         return await self._call(run)
 
     async def restore_kv(self) -> None:
-        """Make the KV cache usable again. On the CPU there is nothing to do (see `release_kv`)."""
-        await self._call(nothing)
+        """Make the whole KV cache usable again, at the same addresses. On the CPU there is nothing to do.
+
+        Raises MemoryInfeasible if the device has too little free memory; the cache stays released then.
+        """
+        await self._call(self._kv.restore if self._on_gpu else nothing)
 
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises RuntimeError if vLLM refuses (blocks in use by running requests)."""
@@ -433,7 +485,7 @@ class VllmEngine:
             self._closed = True
         self._steps.stop()
         engine = self._steps.engine
-        engine.collective_rpc("epilora_release_export")
+        engine.collective_rpc("epilora_close")
         with _open_lock:
             _open_engines.discard(id(self))
             last = not _open_engines

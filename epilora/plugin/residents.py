@@ -7,14 +7,16 @@ the step thread; the others take a lock and run anywhere.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from epilora.adapters.device_tensors import DeviceTensors
 from epilora.adapters.digest import adapter_digest
 from epilora.adapters.peft_io import config_of
 from epilora.adapters.slots import SlotMap
 from epilora.errors import AdapterRejected, BaseMismatch
-from epilora.types import AdapterVersion, LoadReceipt
+from epilora.types import AdapterDraft, AdapterVersion, DraftReceipt, LoadReceipt
 
 
 class Residents:
@@ -24,8 +26,9 @@ class Residents:
         self._rpc = rpc
         self._lock = threading.RLock()
         self._slots = SlotMap(num_slots)
-        self._versions: dict[str, AdapterVersion] = {}
-        self._receipts: dict[str, LoadReceipt] = {}
+        self._namespaces: dict[str, str] = {}  # digest or draft id -> KV namespace of what lies in the slot
+        self._receipts: dict[str, LoadReceipt | DraftReceipt] = {}
+        self._sealed: dict[str, str] = {}  # draft id -> digest, while the version is here
 
     def loaded(self) -> tuple[str, ...]:
         """Digests new requests may use."""
@@ -35,23 +38,24 @@ class Residents:
     def acquire(self, digest: str) -> tuple[int, str]:
         """One more running request: (the engine's adapter id, KV namespace). Raises AdapterNotFound."""
         with self._lock:
+            digest = self._sealed.get(digest, digest)
             int_id = self._slots.acquire(digest)
-            return int_id, self._versions[digest].kv_namespace
+            return int_id, self._namespaces[digest]
 
     def release(self, digest: str) -> list[int]:
         """One running request less; ids to give to `unload_ids` now."""
         with self._lock:
-            return self._slots.release(digest)
+            return self._slots.release(self._sealed.get(digest, digest))
 
     def pin(self, digest: str, holder: str) -> None:
         """Keep a loaded version from making room for another. Raises AdapterNotFound."""
         with self._lock:
-            self._slots.pin(digest, holder)
+            self._slots.pin(self._sealed.get(digest, digest), holder)
 
     def unpin(self, digest: str, holder: str) -> None:
         """Take a pin back."""
         with self._lock:
-            self._slots.unpin(digest, holder)
+            self._slots.unpin(self._sealed.get(digest, digest), holder)
 
     # ---- step thread ----------------------------------------------------------------------------------------------
 
@@ -60,29 +64,108 @@ class Residents:
 
         Raises AdapterRejected, NoFreeSlot; nothing a request could see has changed then.
         """
-        digest, config = version.digest, config_of(version.spec, version.base_model)
-        self._rpc("epilora_check_adapter", config, dict(tensors))  # before anything makes room for it
         with self._lock:
-            int_id, leaving = self._slots.reserve(digest)
-            if int_id is None:
-                return self._receipts[digest]
-        self.unload_ids(leaving)
-        loaded = self._rpc("epilora_load_adapter", int_id, version.kv_namespace, config, dict(tensors))
-        if loaded["readback_digest"] != loaded["expected_digest"]:
-            self._rpc("epilora_unload_adapter", int_id)
-            raise AdapterRejected(
-                f"adapter {version.ref}: slot {loaded['slot']} reads back other bytes than were loaded"
-            )
-        receipt = LoadReceipt(digest=digest, **loaded)
+            known = self._receipts.get(version.digest)
+        placed = self._place(
+            version.digest,
+            version.ref,
+            version.kv_namespace,
+            config_of(version.spec, version.base_model),
+            dict(tensors),
+        )
+        if placed is None:
+            assert isinstance(known, LoadReceipt), "a loaded version has its receipt"
+            return known
+        receipt = LoadReceipt(digest=version.digest, **placed)
         with self._lock:
-            self._slots.commit(digest, int_id)
-            self._versions[digest], self._receipts[digest] = version, receipt
+            self._receipts[version.digest] = receipt
         return receipt
+
+    def load_draft(self, draft: AdapterDraft, tensors: DeviceTensors) -> DraftReceipt:
+        """Put what a trainer on this GPU handed over into a slot and read it back. Raises as `load`, ValueError if the
+        draft is here already.
+        """
+        with self._lock:
+            if draft.draft_id in self._namespaces or draft.draft_id in self._sealed:
+                raise ValueError(f"draft {draft.draft_id!r} is loaded already; every content needs an id of its own")
+        config = config_of(draft.spec, draft.base_model)
+        placed = self._place(draft.draft_id, f"draft {draft.draft_id}", draft.kv_namespace, config, tensors)
+        assert placed is not None, "no slot has the id of a new draft"
+        source = self._rpc("epilora_source_digest", tensors)
+        receipt = DraftReceipt(draft_id=draft.draft_id, source_digest=source, **placed)
+        with self._lock:
+            self._receipts[draft.draft_id] = receipt
+        return receipt
+
+    def seal(self, draft_id: str, version: AdapterVersion, source_digest: str) -> LoadReceipt:
+        """The draft has become a version: requests find it by the version's digest too.
+
+        source_digest: `weights_digest` of the version's tensors. Raises AdapterNotFound, AdapterRejected if the engine
+        read other tensors (the draft leaves then). If the version is loaded already, the draft leaves and its id means
+        that version.
+        """
+        with self._lock:
+            self._slots.int_id(draft_id)
+            draft = self._receipts[draft_id]
+            assert isinstance(draft, DraftReceipt), "a draft has its receipt"
+            known = self._receipts.get(version.digest)
+        if draft.source_digest != source_digest:
+            self.unload(draft_id)
+            raise AdapterRejected(
+                f"adapter {version.ref}: its tensors have digest {source_digest[:12]}, the engine read"
+                f" {draft.source_digest[:12]} as draft {draft_id}: they changed while they were handed over"
+            )
+        if isinstance(known, LoadReceipt):
+            with self._lock:
+                leaving = self._slots.unload(draft_id)
+                if leaving:  # nobody runs on the draft: its id may mean the version at once
+                    self._sealed[draft_id] = version.digest
+            self.unload_ids(leaving)
+            return known
+        receipt = LoadReceipt(
+            version.digest,
+            draft.slot,
+            draft.readback_digest,
+            draft.expected_digest,
+            draft.modules,
+            draft.base_modules,
+            draft.load_ms,
+        )
+        with self._lock:
+            self._slots.rename(draft_id, version.digest)
+            self._namespaces[version.digest] = self._namespaces.pop(draft_id)
+            del self._receipts[draft_id]
+            self._receipts[version.digest] = receipt
+            self._sealed[draft_id] = version.digest
+        return receipt
+
+    def _place(
+        self, key: str, what: str, namespace: str, config: dict[str, Any], tensors: dict[str, Any] | DeviceTensors
+    ) -> dict[str, Any] | None:
+        """Check, make room, fill the slot, read it back: the receipt's fields; None if `key` is loaded already."""
+        began = time.perf_counter()
+        self._rpc("epilora_stage_adapter", what, config, tensors)  # before anything makes room for it
+        with self._lock:
+            int_id, leaving = self._slots.reserve(key)
+            if int_id is None:
+                return None
+        self.unload_ids(leaving)
+        expected = self._rpc("epilora_staged_digest")
+        placed = self._rpc("epilora_place_adapter", int_id)
+        found = self._rpc("epilora_read_slot_digest", placed["slot"])
+        if found != expected:
+            self._rpc("epilora_unload_adapter", int_id)
+            raise AdapterRejected(f"adapter {what}: slot {placed['slot']} reads back other bytes than were loaded")
+        with self._lock:
+            self._slots.commit(key, int_id)
+            self._namespaces[key] = namespace
+        load_ms = (time.perf_counter() - began) * 1e3
+        return {**placed, "readback_digest": found, "expected_digest": expected, "load_ms": load_ms}
 
     def unload(self, digest: str) -> None:
         """Free the slot once no live request uses it. Raises AdapterNotFound."""
         with self._lock:
-            leaving = self._slots.unload(digest)
+            leaving = self._slots.unload(self._sealed.get(digest, digest))
         self.unload_ids(leaving)
 
     def unload_ids(self, int_ids: Sequence[int]) -> None:
@@ -90,18 +173,21 @@ class Residents:
         for int_id in int_ids:
             self._rpc("epilora_unload_adapter", int_id)
         with self._lock:
-            here = set(self._slots.loaded()) | {d for d in self._versions if self._slots.live(d)}
-            for digest in [d for d in self._versions if d not in here]:
-                del self._versions[digest]
-                self._receipts.pop(digest, None)
+            here = set(self._slots.loaded()) | {key for key in self._namespaces if self._slots.live(key)}
+            for key in [key for key in self._namespaces if key not in here]:
+                del self._namespaces[key]
+                self._receipts.pop(key, None)
+            self._sealed = {draft: digest for draft, digest in self._sealed.items() if digest in here}
 
 
-def check_version(version: AdapterVersion, tensors: Mapping[str, Any], base_digest: str) -> None:
-    """Raise BaseMismatch or AdapterRejected if a version is for another base or its tensors are not its content."""
-    if version.base_digest and version.base_digest != base_digest:
-        raise BaseMismatch(
-            f"adapter {version.ref} was trained on base {version.base_digest[:12]}; this engine holds {base_digest[:12]}"
-        )
+def check_base(what: str, wanted: str, held: str) -> None:
+    """Raise BaseMismatch if an adapter was trained on another base; "" means that it does not say."""
+    if wanted and wanted != held:
+        raise BaseMismatch(f"adapter {what} was trained on base {wanted[:12]}; this engine holds {held[:12]}")
+
+
+def check_content(version: AdapterVersion, tensors: Mapping[str, Any]) -> None:
+    """Raise AdapterRejected if the tensors are not the version's content."""
     try:
         content = adapter_digest(version.spec, tensors)
     except TypeError as err:

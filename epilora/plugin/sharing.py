@@ -13,15 +13,17 @@ import mmap
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from epilora.errors import MemoryInfeasible
-from epilora.quant.manifest import Location, TensorEntry, Transport
+from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
+from epilora.quant.manifest import Location, TensorEntry, Transport, WeightEntry
 
 PAGE_BYTES = mmap.PAGESIZE
+_SCALE = "weight_scale"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -105,6 +107,37 @@ class SharedFile:
             self._lock = None
         if os.path.exists(self.path):
             os.unlink(self.path)
+
+
+def weight_entries(
+    stored: Mapping[str, TensorEntry], slices: Mapping[str, Sequence[tuple[str, int]]]
+) -> tuple[WeightEntry, ...]:
+    """Manifest entries of stored parameters: an FP8 weight and its `weight_scale` become one.
+
+    stored: by the parameter's name. slices: by module, what is packed in its weight along N.
+    """
+    entries = []
+    for name, values in stored.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == _SCALE:
+            continue
+        fmt = format_of_torch_dtype(values.dtype)
+        scales = stored.get(f"{module}.{_SCALE}") if fmt is Format.FP8_E4M3 else None
+        axis = ScaleAxis.NONE
+        if scales is not None:
+            axis = ScaleAxis.CHANNEL if max((1, *scales.shape)) > 1 else ScaleAxis.TENSOR
+        is_weight = leaf == "weight"
+        entries.append(
+            WeightEntry(
+                name=module if is_weight else name,
+                format=fmt,
+                axis=axis,
+                values=values,
+                scales=scales,
+                slices=tuple(slices.get(module, ())) if is_weight else (),
+            )
+        )
+    return tuple(entries)
 
 
 def remove_abandoned(folder: str, prefix: str) -> list[str]:

@@ -60,6 +60,7 @@ class StepThread:
         self._internal: dict[str, Live] = {}  # step thread only; those vLLM has
         self.keeper = PromiseKeeper(rollout_seats)
         self._queued: SeatQueue[Live] = SeatQueue(self.keeper)  # step thread only; rollouts waiting, also in _live
+        self._held: frozenset[str] = frozenset()  # step thread only; kinds of requests that do not run now
         self._inbox: queue.SimpleQueue[list[Live] | Command | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self.snapshot: dict[str, Any] = {}
@@ -128,7 +129,7 @@ class StepThread:
         try:
             while self._drain():
                 self._seat_rollouts()
-                if self._live:
+                if self._runnable():
                     self._step()
                 self._take_snapshot()
         except BaseException as err:
@@ -154,7 +155,7 @@ class StepThread:
 
     def _drain(self) -> bool:
         """Take everything from the inbox, waiting only while nothing runs; False to stop."""
-        block = not self._live
+        block = not self._runnable()
         while True:
             try:
                 item = self._inbox.get(block=block)
@@ -167,9 +168,23 @@ class StepThread:
                 self._run_command(item)
             else:
                 self._admit(item)
-            block = not self._live and self._inbox.empty()
+            block = not self._runnable() and self._inbox.empty()
             if block:
                 self._take_snapshot()
+
+    def _runnable(self) -> bool:
+        """Whether any request may run now."""
+        if not self._held:
+            return bool(self._live)
+        return any(live.request.kind not in self._held for live in self._live.values())
+
+    def hold(self, kinds: frozenset[str]) -> None:
+        """Requests of these kinds do not run until `hold` is called without them. In the thread only."""
+        self._held = kinds
+
+    def held_ids(self) -> set[str]:
+        """vLLM's ids of the requests that are held and that it has."""
+        return {internal for internal, live in self._internal.items() if live.request.kind in self._held}
 
     def _run_command(self, command: Command) -> None:
         if not command.future.set_running_or_notify_cancel():
@@ -193,7 +208,7 @@ class StepThread:
 
     def _seat_rollouts(self) -> None:
         """Give free rollout seats to the requests that queue for them."""
-        if not self._queued:
+        if not self._queued or "rollout" in self._held:
             return
         seated = sum(live.request.kind == "rollout" for live in self._internal.values())
         for live in self._queued.take(seated):

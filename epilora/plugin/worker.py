@@ -13,34 +13,45 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epilora.adapters.digest import slot_digest, weights_digest
-from epilora.adapters.fold import FoldedModule, LinearModule, check_against_base, fold
+from epilora.adapters.device_tensors import DeviceTensors, Mapper
+from epilora.adapters.digest import as_tensor, slot_digest, weights_digest
+from epilora.adapters.fold import FoldedModule, LinearModule, check_against_base, fold, largest_magnitudes
 from epilora.adapters.peft_io import spec_of
 from epilora.errors import AdapterRejected, UnsupportedKernel
-from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
-from epilora.quant.manifest import WeightEntry, WeightManifest
+from epilora.quant.cuda_ipc import export_tensor
+from epilora.quant.manifest import TensorEntry, WeightManifest
 
 from . import compat
+from .kv_memory import KvMemory, pool_allocations
 from .requests import KINDS
-from .sharing import SharedFile, SharedTensor, drop_pages, remove_abandoned
+from .sharing import SharedFile, SharedTensor, drop_pages, remove_abandoned, weight_entries
+from .vmm import CudaMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
-_SCALE = "weight_scale"
-
 
 def _plain(name: str) -> str:
     """A parameter's or module's name without LoRA wrappers."""
     return name.replace(".base_layer", "")
+
+
+class _InSlot(dict):
+    """Stands in for the weights of an adapter that lives in its slot only: vLLM must never need to load it again."""
+
+    def __init__(self, int_id: int) -> None:
+        super().__init__()
+        self._int_id = int_id
+
+    def get(self, name: str, default: Any = None) -> Any:
+        raise RuntimeError(f"adapter {self._int_id} was put out of its slot by vLLM and has no other copy: {name}")
 
 
 class WorkerExtension:
@@ -81,19 +92,15 @@ class WorkerExtension:
         )
 
     def epilora_export_weights(self, folder: str, engine: str) -> WeightManifest:
-        """Move every base parameter into one file in `folder`, once; later calls return the same manifest.
+        """What others need to compute on this rank's parameters; later calls return the same manifest.
 
-        Raises MemoryInfeasible if `folder` cannot hold it, UnsupportedKernel off the CPU or where vLLM repacked a
-        weight.
+        CPU: every parameter moves into one file in `folder`, once. GPU: handles to the memory they are in.
+        Raises MemoryInfeasible if `folder` cannot hold them, UnsupportedKernel where vLLM repacked a weight or its memory
+        cannot be shared.
         """
         state = self.__dict__.setdefault("_epilora_export", {})
         if state:
             return state["manifest"]
-        device = self.device  # type: ignore[attr-defined]
-        if device.type != "cpu":
-            raise UnsupportedKernel(
-                f"export_weights: parameters on {device}; only the CPU's shared memory is exported so far"
-            )
         listed = list(self._epilora_parameters())
         for name, parameter, _, _ in listed:
             if not parameter.numel():
@@ -101,56 +108,45 @@ class WorkerExtension:
                     f"export_weights: {name} is empty: vLLM repacked it for this CPU and others cannot read that copy;"
                     " quantise the base (fp8_per_channel)"
                 )
-        rank, size = self.parallel_config.rank, self.parallel_config.world_size  # type: ignore[attr-defined]
-        for abandoned in remove_abandoned(folder, "epilora-base-"):
-            logger.warning("removed %s: the engine that made it was killed", abandoned)
-        path = os.path.join(folder, f"epilora-base-{engine}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights")
-        shared_file = SharedFile(path, [shared for _, _, shared, _ in listed])
-        for (_, parameter, _, transposed), view in zip(listed, shared_file.views, strict=True):
-            parameter.data = view.t() if transposed else view
-        slices: dict[str, list[tuple[str, int]]] = {row["engine"]: [] for row in self.epilora_linear_modules()}
-        for entry in self.epilora_linear_modules():
-            slices[entry["engine"]].append((entry["name"].rsplit(".", 1)[-1], entry["out_features"]))
-        index_of = {name: index for index, (name, *_) in enumerate(listed)}
-        entries = []
-        for name, index in index_of.items():
-            module, _, leaf = name.rpartition(".")
-            if leaf == _SCALE:
-                continue
-            values = shared_file.entry(index, listed[index][2].rows)
-            fmt = format_of_torch_dtype(values.dtype)
-            scale_index = index_of.get(f"{module}.{_SCALE}") if fmt is Format.FP8_E4M3 else None
-            scales = None if scale_index is None else shared_file.entry(scale_index)
-            axis = ScaleAxis.NONE
-            if scales is not None:
-                axis = ScaleAxis.CHANNEL if max((1, *scales.shape)) > 1 else ScaleAxis.TENSOR
-            is_weight = leaf == "weight"
-            entries.append(
-                WeightEntry(
-                    name=module if is_weight else name,
-                    format=fmt,
-                    axis=axis,
-                    values=values,
-                    scales=scales,
-                    slices=tuple(slices.get(module, ())) if is_weight else (),
-                )
-            )
-        manifest = WeightManifest(
+        if self.device.type == "cpu":  # type: ignore[attr-defined]
+            for abandoned in remove_abandoned(folder, "epilora-base-"):
+                logger.warning("removed %s: the engine that made it was killed", abandoned)
+            path = os.path.join(folder, f"epilora-base-{engine}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights")
+            state["file"] = shared_file = SharedFile(path, [shared for _, _, shared, _ in listed])
+            for (_, parameter, _, transposed), view in zip(listed, shared_file.views, strict=True):
+                parameter.data = view.t() if transposed else view
+            stored = {name: shared_file.entry(at, shared.rows) for at, (name, _, shared, _) in enumerate(listed)}
+        else:
+            stored = {name: self._epilora_handle(name, parameter, shared) for name, parameter, shared, _ in listed}
+        slices: dict[str, list[tuple[str, int]]] = {}
+        for row in self.epilora_linear_modules():
+            slices.setdefault(row["engine"], []).append((row["name"].rsplit(".", 1)[-1], row["out_features"]))
+        state["manifest"] = WeightManifest(
             engine=engine,
             model_path=self.model_config.model,  # type: ignore[attr-defined]
             base_digest=self.epilora_base_checksum(),
-            tp_rank=rank,
-            tp_size=size,
-            entries=tuple(entries),
+            tp_rank=self.parallel_config.rank,  # type: ignore[attr-defined]
+            tp_size=self.parallel_config.world_size,  # type: ignore[attr-defined]
+            entries=weight_entries(stored, slices),
         )
-        state.update(manifest=manifest, file=shared_file)
-        return manifest
+        return state["manifest"]
+
+    def _epilora_handle(self, name: str, parameter: torch.nn.Parameter, shared: SharedTensor) -> TensorEntry:
+        if shared.bytes_view.data_ptr() != parameter.data_ptr():
+            raise UnsupportedKernel(
+                f"export_weights: {name} has shape {tuple(parameter.shape)}, strides {parameter.stride()}; only row-major"
+                " tensors and their transposes can be shared without a copy"
+            )
+        try:
+            return export_tensor(shared.bytes_view[: shared.rows])
+        except RuntimeError as err:
+            raise UnsupportedKernel(f"export_weights: {name}: {err}") from err
 
     def epilora_release_export(self) -> None:
         """Remove the shared file's name (the mappings that exist keep working)."""
-        state = self.__dict__.get("_epilora_export")
-        if state:
-            state["file"].unlink()
+        shared_file = self.__dict__.get("_epilora_export", {}).get("file")
+        if shared_file is not None:
+            shared_file.unlink()
 
     def epilora_linear_modules(self) -> list[dict[str, Any]]:
         """Linear modules of the base by checkpoint name.
@@ -159,6 +155,11 @@ class WorkerExtension:
         (whether an adapter may target it here). A packed layer whose parts cannot be told apart is listed under its own
         name.
         """
+        if "_epilora_modules" not in self.__dict__:
+            self.__dict__["_epilora_modules"] = self._epilora_find_modules()
+        return self.__dict__["_epilora_modules"]
+
+    def _epilora_find_modules(self) -> list[dict[str, Any]]:
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.utils import get_packed_modules_mapping
 
@@ -206,9 +207,14 @@ class WorkerExtension:
         return {name: layer for name, layer in modules.items() if isinstance(layer, BaseLinearLayerWithLoRA)}
 
     def _epilora_fold(self, config: dict[str, Any], tensors: dict[str, Any]) -> dict[str, FoldedModule]:
-        """Checked adapter by the engine's module names (before packing)."""
+        """Checked adapter by the engine's module names (before packing), on the engine's device."""
         model, lora_config = self._epilora_model(), self._epilora_manager().lora_config
-        folded = fold(spec_of(config), tensors)
+        device = self.device  # type: ignore[attr-defined]
+        here = {
+            name: (value if isinstance(value, torch.Tensor) else as_tensor(value)).to(device)
+            for name, value in tensors.items()
+        }
+        folded = fold(spec_of(config), here)
         renamed = {compat.engine_module_name(model, module): weights for module, weights in folded.items()}
         base = [
             LinearModule(row["name"], row["out_features"], row["in_features"])
@@ -216,37 +222,45 @@ class WorkerExtension:
             if row["adaptable"]
         ]
         check_against_base(renamed, base, lora_config.max_lora_rank)
-        largest = torch.finfo(lora_config.lora_dtype).max
-        for module, weights in renamed.items():
-            for side, tensor in (("lora_A", weights.a_RK), ("scaling * lora_B", weights.b_NR)):
-                if tensor.numel() and tensor.abs().max() > largest:
-                    raise AdapterRejected(
-                        f"module {module!r}: {side} reaches {tensor.abs().max():.3g}; this engine keeps adapters in"
-                        f" {lora_config.lora_dtype}, up to {largest:.3g}"
-                    )
+        limit = torch.finfo(lora_config.lora_dtype).max
+        sides = [
+            (module, side, tensor)
+            for module, weights in renamed.items()
+            for side, tensor in (("lora_A", weights.a_RK), ("scaling * lora_B", weights.b_NR))
+        ]
+        for (module, side, _), largest in zip(sides, largest_magnitudes([t for *_, t in sides]), strict=True):
+            if largest > limit:
+                raise AdapterRejected(
+                    f"module {module!r}: {side} reaches {largest:.3g}; this engine keeps adapters in"
+                    f" {lora_config.lora_dtype}, up to {limit:.3g}"
+                )
         return renamed
 
-    def epilora_check_adapter(self, config: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Raise AdapterRejected for what `epilora_load_adapter` would refuse; changes nothing."""
-        self._epilora_fold(config, tensors)
-
-    def epilora_load_adapter(
-        self, int_id: int, name: str, config: dict[str, Any], tensors: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Load an adapter from memory under `int_id` and put it into a slot.
+    def epilora_stage_adapter(self, name: str, config: dict[str, Any], tensors: dict[str, Any] | DeviceTensors) -> None:
+        """Check and fold an adapter for the `epilora_place_adapter` that follows; no slot changes.
 
         name: for messages. config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not
-        written to). Returns slot, readback_digest, expected_digest, modules, base_modules, load_ms.
-        Raises AdapterRejected; nothing is loaded then.
+        written to), or `DeviceTensors` of another process. Raises AdapterRejected.
+        """
+        given = self._epilora_mapper().all(tensors) if isinstance(tensors, DeviceTensors) else tensors
+        try:
+            self.__dict__["_epilora_staged"] = self._epilora_fold(config, given)
+        except AdapterRejected as err:
+            raise AdapterRejected(f"adapter {name}: {err}") from err
+
+    def _epilora_mapper(self) -> Mapper:
+        return self.__dict__.setdefault("_epilora_mapped", Mapper())
+
+    def epilora_place_adapter(self, int_id: int) -> dict[str, Any]:
+        """Put the staged adapter into a slot under `int_id`. Returns slot, modules, base_modules.
+
+        The slot is the only place that holds its weights then: if vLLM put it out by itself, the next request would
+        raise.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        began = time.perf_counter()
-        try:
-            renamed = self._epilora_fold(config, tensors)
-        except AdapterRejected as err:
-            raise AdapterRejected(f"adapter {name}: {err}") from err
+        folded: dict[str, FoldedModule] = self.__dict__.pop("_epilora_staged")
         manager = self._epilora_manager()
         dtype = manager.lora_config.lora_dtype
         layers = {
@@ -258,28 +272,33 @@ class WorkerExtension:
                 lora_b=weights.b_NR.to(dtype),
                 scaling=1.0,  # already in B
             )
-            for module, weights in renamed.items()
+            for module, weights in folded.items()
         }
         manager.remove_adapter(int_id)
-        manager.add_adapter(LoRAModel(int_id, max(weights.rank for weights in renamed.values()), layers))
+        model = LoRAModel(int_id, max(weights.rank for weights in folded.values()), layers)
+        manager.add_adapter(model)
         try:
             manager.activate_adapter(int_id)
         except BaseException:
             manager.remove_adapter(int_id)
             raise
-        slot = manager.lora_index_to_id.index(int_id)
+        model.loras = _InSlot(int_id)
         return {
-            "slot": slot,
-            "readback_digest": self.epilora_read_slot_digest(slot),
-            "expected_digest": self._epilora_expected_digest(renamed, dtype),
-            "modules": len(renamed),
+            "slot": manager.lora_index_to_id.index(int_id),
+            "modules": len(folded),
             "base_modules": len(self.epilora_linear_modules()),
-            "load_ms": (time.perf_counter() - began) * 1e3,
         }
 
-    def _epilora_expected_digest(self, folded: dict[str, FoldedModule], dtype: torch.dtype) -> str:
-        rank = self._epilora_manager().lora_config.max_lora_rank
-        return slot_digest({name: weights.padded(rank, dtype) for name, weights in folded.items()})
+    def epilora_staged_digest(self) -> str:
+        """Slot digest that the staged adapter should have once it is placed."""
+        manager = self._epilora_manager()
+        rank, dtype = manager.lora_config.max_lora_rank, manager.lora_config.lora_dtype
+        staged: dict[str, FoldedModule] = self.__dict__["_epilora_staged"]
+        return slot_digest({name: weights.padded(rank, dtype) for name, weights in staged.items()})
+
+    def epilora_source_digest(self, tensors: DeviceTensors) -> str:
+        """`weights_digest` of what another process handed over, as it lies there now."""
+        return weights_digest(self._epilora_mapper().all(tensors).items())
 
     def epilora_read_slot_digest(self, slot: int) -> str:
         """sha256 of what lies in a slot's buffers now, by checkpoint module (see `adapters.digest.slot_digest`)."""
@@ -289,7 +308,7 @@ class WorkerExtension:
             if row["adaptable"]:
                 layer = wrapped[row["engine"]]
                 a_RK, b_NR = layer.lora_a_stacked[row["slice"]][slot, 0], layer.lora_b_stacked[row["slice"]][slot, 0]
-                held[row["name"]] = (a_RK.cpu(), b_NR.cpu())
+                held[row["name"]] = (a_RK, b_NR)
         return slot_digest(held)
 
     def epilora_unload_adapter(self, int_id: int) -> bool:
@@ -343,15 +362,36 @@ class WorkerExtension:
 
         return {**self.__dict__.get("_epilora_counts", {}), "paths": dict(CALLS)}
 
+    def epilora_release_kv(self, kept_blocks: int, num_blocks: int) -> int:
+        """GPU: give back the KV cache's memory but that of the first `kept_blocks` of `num_blocks`; bytes that went.
+
+        What lies there is lost. Raises UnsupportedKernel if its memory is not vLLM's CuMem pool.
+        """
+        torch.cuda.synchronize(self.device)  # type: ignore[attr-defined]
+        if "_epilora_kv" not in self.__dict__:
+            memory = CudaMemory(self.device.index)  # type: ignore[attr-defined]
+            caches = self.model_runner.kv_caches  # type: ignore[attr-defined]
+            self.__dict__["_epilora_kv"] = KvMemory(caches, num_blocks, pool_allocations(), memory)
+        return self.__dict__["_epilora_kv"].release(kept_blocks)
+
+    def epilora_restore_kv(self) -> int:
+        """GPU: fetch what was released; bytes. Raises RuntimeError if the device has too little."""
+        return self.__dict__["_epilora_kv"].restore()
+
+    def epilora_close(self) -> None:
+        """Before the engine goes: leave nothing that outlives it or that vLLM would free twice."""
+        self.epilora_release_export()
+        kv = self.__dict__.pop("_epilora_kv", None)
+        if kv is not None:
+            torch.cuda.synchronize(self.device)  # type: ignore[attr-defined]
+            kv.give_back()
+
     def epilora_drop_kv(self, keep_fraction: float) -> int:
         """Give the pages of the KV cache past `keep_fraction` of each tensor back to the system; returns their bytes.
 
         Only with no live cache content (the caller resets the prefix cache and preempts what runs). CPU: the addresses
         stay valid and pages come back, zeroed, when they are written again; the cache's capacity does not shrink.
-        Raises UnsupportedKernel off the CPU.
         """
-        if self.device.type != "cpu":  # type: ignore[attr-defined]
-            raise UnsupportedKernel(f"release_kv: the cache is on {self.device}; only the CPU's is released so far")  # type: ignore[attr-defined]
         if not 0.0 <= keep_fraction <= 1.0:
             raise ValueError(f"release_kv: keep_fraction={keep_fraction}; allowed is 0 to 1")
         seen: set[int] = set()

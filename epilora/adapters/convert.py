@@ -11,7 +11,7 @@ Only the product counts, and B A = (B T^-1)(T A) for every invertible T of rank 
 
 `method="plain"` leaves all three out (round to nearest with scales from the largest magnitude), for comparison.
 
-Measured on the H200's or CPU's side by `benchmarks.formats`; see docs/formats.md. Legend: N out features, K in features, R rank.
+Measured by `benchmarks.formats`. Legend: N out features, K in features, R rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from epilora.quant.nvfp4 import BLOCK, E2M1_MAX, inverse_global_scale_for, quant
 from epilora.quant.operand import Operand
 from epilora.quant.reference import dequantize, encode_e4m3, quantize_rows_ref
 
-from .fold import FoldedModule
+from .fold import PREFIX, FoldedModule
 
 STORED_FORMATS = (Format.FP8_E4M3, Format.NVFP4)
 METHODS = ("aware", "plain")
@@ -219,3 +219,17 @@ def bytes_per_adapter(shapes: Mapping[str, tuple[int, int]], rank: int, fmt: For
             elif facts.scale_torch_dtype is not None:
                 total += 4 * rows
     return total
+
+
+def stored_tensors(stored: Mapping[str, ConvertedModule]) -> tuple[int, dict[str, torch.Tensor]]:
+    """(rank, tensors under PEFT's keys, fp32) of a converted adapter, its scaling already in B: a spec of that rank and equal alpha
+    folds them to exactly the stored numbers. Modules whose padded ranks differ are padded to the largest.
+    """
+    widened = {name: module.widened() for name, module in stored.items()}
+    rank = max(module.rank for module in widened.values())
+    tensors = {}
+    for name, module in widened.items():
+        a_RK, b_NR = module.padded(rank, torch.float32)
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_RK
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_NR
+    return rank, tensors

@@ -162,7 +162,7 @@ def _checked(engine: Engine, timings: list[Timing]) -> list[Timing]:
     """Timings, if every adapter still sits in its slot. Raises RuntimeError."""
     lost = engine.rpc("bench_empty_slots", engine.slots) if engine.slots else []
     if lost:
-        raise RuntimeError(f"adapters were lost while measuring: {lost[:3]} and {max(0, len(lost) - 3)} more")
+        raise RuntimeError(f"adapters were lost while measuring: slots {lost} are empty")
     return timings
 
 
@@ -220,15 +220,17 @@ def online(engine: Engine, trace: list[tuple[float, int, int, int]], seed: int =
     }
 
 
-def profile(engine: Engine, adapters: list[int], prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-    """Kernel classes of the decode steps of requests that run together (see `profiling`)."""
-    from benchmarks.serving.profiling import profile_steps
+def profile(
+    engine: Engine, adapters: list[int], prompt_tokens: int, new_tokens: int, prefill: bool = False
+) -> dict[str, Any]:
+    """Kernel classes of the decode steps of requests that run together, or of all their steps (see `profiling`)."""
+    from benchmarks.serving.profiling import SKIP_STEPS, profile_steps
 
     requests = [
         Request(random_prompt(engine.prompts, prompt_tokens, engine.vocabulary), new_tokens, adapter)
         for adapter in adapters
     ]
-    return profile_steps(engine.llm, requests)
+    return profile_steps(engine.llm, requests, 0 if prefill else SKIP_STEPS)
 
 
 def score(engine: Engine, sequences: list[tuple[list[int], int]]) -> list[list[float]]:

@@ -2,7 +2,8 @@
 
 Classes go by kernel names, first match wins. `lora` are kernels that do adapter work (our prologue, which
 also quantises, among them); a kernel of ours that multiplies base and adapter together counts as `base_gemm`. `gap_us` is time of a step in which no kernel ran: host work that the GPU
-waited for, and launch latency.
+waited for, and launch latency. `host_us` is the time from a step's first launch to its last: what a step outside CUDA graphs
+pays on the host.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ def kernel_class(name: str) -> str:
     return next((label for label, pattern in CLASSES if re.search(pattern, lowered)), "other")
 
 
-def profile_steps(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
-    """Decode `requests` together and profile the steps after the first SKIP_STEPS.
+def profile_steps(engine: Any, requests: Sequence[Request], skip: int = SKIP_STEPS) -> dict[str, Any]:
+    """Serve `requests` together and profile the steps after the first `skip` (0: the prefill too).
 
     Returns steps, step_us (wall time a step, profiler on), gpu_us (by class, a step), launches (kernels by class, a
-    step), gap_us, and the ten longest kernels. On a machine without a GPU the GPU's numbers are zero.
+    step), gap_us, host_us, and the ten longest kernels. On a machine without a GPU the GPU's numbers are zero.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     for request in requests:
         add_request(engine, request)
-    for _ in range(SKIP_STEPS):
+    for _ in range(skip):
         engine.step()
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -56,7 +57,15 @@ def profile_steps(engine: Any, requests: Sequence[Request]) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         wall_us = (time.perf_counter() - began) * 1e6
-    return summarise_kernels(kernels_of(recorded), steps, wall_us)
+    return summarise_kernels(kernels_of(recorded), steps, wall_us) | {
+        "host_us": round(launch_span_us(recorded) / steps, 1)
+    }
+
+
+def launch_span_us(recorded: Any) -> float:
+    """Microseconds from the first to the last launch of a kernel or graph in a profile; 0 without launches."""
+    launches = [event.time_range for event in recorded.events() if re.match(r"cu(da)?(Graph)?Launch", event.name)]
+    return max((t.end for t in launches), default=0.0) - min((t.start for t in launches), default=0.0)
 
 
 def kernels_of(recorded: Any) -> list[tuple[str, float]]:

@@ -54,13 +54,15 @@ def profile_lines(rows: Sequence[Row]) -> list[str]:
     """GPU microseconds and launches a step by kernel class."""
     labels = [label for label, _ in CLASSES] + ["other"]
     lines = [
-        "| GPU us a step (kernels) | " + " | ".join(labels) + " | no kernel runs |",
-        "|---|" + "---:|" * (len(labels) + 1),
+        "| GPU us a step (kernels) | " + " | ".join(labels) + " | no kernel runs | host, first to last launch |",
+        "|---|" + "---:|" * (len(labels) + 2),
     ]
     for row in rows:
         found: dict[str, Any] = row["profile"]
         cells = [f"{found['gpu_us'].get(label, 0):.0f} ({found['launches'].get(label, 0):.0f})" for label in labels]
-        lines.append(f"| {row['provider']} | " + " | ".join(cells) + f" | {found['gap_us']:.0f} |")
+        lines.append(
+            f"| {row['provider']} | " + " | ".join(cells) + f" | {found['gap_us']:.0f} | {found['host_us']:.0f} |"
+        )
     return lines
 
 

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.serving import summary, traces
 from benchmarks.serving.driving import random_prompt
@@ -99,17 +100,34 @@ def _throughput_rows(run: Run, engines: dict[str, EngineProcess]) -> None:
 
 
 def _profiles(run: Run, engines: dict[str, EngineProcess], slots: int) -> None:
-    """Kernel classes of decode steps, ours and one of stock's."""
-    for variant in (OURS, STOCK[3], STOCK[0], NO_LORA):
-        if variant in engines and run.time_left() > 0:
-            process = engines[variant]
-            adapters = [1 if process.spec.slots else 0]
+    """Kernel classes of decode steps of one request, and of one prefill outside the captured sizes."""
+    limits = run.limits
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("b1", {"prompt_tokens": limits.tpot_prompt, "new_tokens": 40}),
+        (
+            f"prefill{limits.profile_prefill}",
+            {"prompt_tokens": limits.profile_prefill, "new_tokens": 1, "prefill": True},
+        ),
+    )
+    for variant in [v for v in (OURS, STOCK[3], STOCK[0], NO_LORA) if v in engines]:
+        process = engines[variant]
+        for kind, sizes in kinds:
+            if run.time_left() <= 0:
+                return
+            case = f"profile/{run.name}/s{slots}/{kind}"
             try:
-                found = process.call("profile", adapters=adapters, prompt_tokens=run.limits.tpot_prompt, new_tokens=40)
+                if "prefill" in sizes:  # the first one of a length loads what later ones find
+                    process.call(
+                        "tpot",
+                        adapter=int(bool(process.spec.slots)),
+                        prompt_tokens=limits.profile_prefill,
+                        new_tokens=2,
+                    )
+                found = process.call("profile", adapters=[int(bool(process.spec.slots))], **sizes)
             except EngineFailed as err:
-                run.failure(f"profile/{run.name}/s{slots}/b1", variant, str(err))
-                continue
-            run.add(f"profile/{run.name}/s{slots}/b1", process, variant, 1, [found["step_us"]], "us", profile=found)
+                run.failure(case, variant, str(err))
+                break
+            run.add(case, process, variant, 1, [found["step_us"]], "us", profile=found)
 
 
 def wave_online(run: Run) -> None:

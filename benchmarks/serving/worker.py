@@ -19,7 +19,7 @@ class BenchmarkWorker(WorkerExtension):
     """Mixed into vLLM's worker; `self` is the worker."""
 
     def bench_adapter(self, seed: int, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """A random adapter on every LoRA linear layer: module -> (A [rank, K], B [N, rank]), on the layer's device.
+        """A random adapter on every LoRA linear layer: module -> (A [rank, K], B [N, rank]), on the worker's device.
 
         Equal seeds give equal tensors on equal devices, whichever classes the layers have.
         """
@@ -27,7 +27,7 @@ class BenchmarkWorker(WorkerExtension):
         dtype = manager.lora_config.lora_dtype
         adapter: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, layer in sorted(self._epilora_lora_layers().items()):
-            device, K = layer.lora_a_stacked[0].device, layer.lora_a_stacked[0].shape[-1]
+            device, K = self.device, layer.lora_a_stacked[0].shape[-1]  # type: ignore[attr-defined]
             widths = [b_LNR.shape[-2] for b_LNR in layer.lora_b_stacked]
             parts = manager.packed_modules.get(name) or [name]
             if len(parts) == 2 and len(widths) == 4:  # q, k, v come as one module, z as another
@@ -77,14 +77,13 @@ class BenchmarkWorker(WorkerExtension):
             slots.append(self.epilora_place_adapter(adapter_id)["slot"])
         return slots
 
-    def bench_empty_slots(self, slots: list[int]) -> list[str]:
-        """Layers whose buffers are all zero in one of `slots`: adapters that were lost. [] is what should come back."""
-        lost = []
-        for name, layer in self._epilora_lora_layers().items():
-            for slot in slots:
-                if not all(bool(b_LNR[slot].any()) for b_LNR in layer.lora_b_stacked):
-                    lost.append(f"{name} slot {slot}")
-        return lost
+    def bench_empty_slots(self, slots: list[int]) -> list[int]:
+        """Those of `slots` that are all zero: adapters that were lost. [] is what should come back.
+
+        vLLM fills and empties a slot in all layers at once, so one layer is looked at.
+        """
+        layer = list(self._epilora_lora_layers().values())[-1]
+        return [slot for slot in slots if not all(bool(b_LNR[slot].any()) for b_LNR in layer.lora_b_stacked)]
 
     def bench_facts(self) -> dict[str, Any]:
         """KV tokens, memory in bytes, LoRA classes and the plugin's paths."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import socket
@@ -22,6 +23,7 @@ from ray import serve
 
 from actors.adapter_store import start_store
 from actors.router import build_app
+from benchmarks.serving.peers import PeerError, run_trace
 from epilora.serving.tenants import hash_key
 from epilora.types import AdapterSpec, AdapterVersion
 from tests.actors.fake_engine import BASE_DIGEST, FakeEngine
@@ -502,3 +504,15 @@ def test_a_dead_engine_is_an_error_and_its_successor_serves(served: Served) -> N
     again = served.client("tml-acme-key").completions.create(model="after", prompt="hi", max_tokens=1)
     assert again.system_fingerprint == version.digest
     assert ray.get(successor.seen.remote(), timeout=10)["loads"] == [version.digest]
+
+
+def test_the_serving_benchmarks_driver_runs_a_trace_through_the_router(served: Served) -> None:
+    served.publish("traced", 40, owner="acme")
+    rows = [(0.05 * index, 4, 3, 1 + index % 2) for index in range(6)]
+    common = {"vocabulary": 32, "api_key": "tml-acme-key"}
+    outcomes, seconds = asyncio.run(run_trace(f"{served.url}/v1", rows, ["tiny", "traced"], **common))
+    assert [outcome.tokens for outcome in outcomes] == [3] * 6
+    assert all(outcome.ttft_ms > 10 and outcome.tpot_ms > 5 for outcome in outcomes)  # the engine takes 10 ms a token
+    assert seconds > rows[-1][0]
+    with pytest.raises(PeerError, match=r"status 404: .*nothing"):
+        asyncio.run(run_trace(f"{served.url}/v1", rows[:2], ["nothing"], **common))

@@ -1,7 +1,7 @@
 """A base of a real model's shape with random weights, made on the device: speed and memory depend on shapes alone.
 
 Linear weights are normal with deviation 1 / sqrt(K), so that activations keep their size through the layers, quantised to
-FP8 per channel as an engine does. `kind="bf16"` gives the dequantised values in bf16: a 16-bit trainer of the same model.
+FP8 per channel as an engine does. `kind="bf16"` gives the dequantised values in `dtype`: a 16-bit trainer of the same model.
 """
 
 from __future__ import annotations

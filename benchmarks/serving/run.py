@@ -171,15 +171,15 @@ class Run:
         try:
             self._open()
             until = time.monotonic() + min(self.limits.start_timeout_s, max(self.time_left(), 1.0))
-            for variant, process in processes.items():
+            for variant, process in processes.items() if self.has_gpu() else ():
                 process.build(spec.as_variant(variant))
-                if variant.startswith(OURS) and len(processes) > 1 and self.has_gpu():
-                    with contextlib.suppress(
-                        EngineFailed
-                    ):  # wait_ready below meets the same failure and keeps its reason
+                if variant.startswith(OURS):
+                    with contextlib.suppress(EngineFailed):  # wait_ready meets the same failure and keeps its reason
                         print(f"{variant} loaded after {process.wait_loaded(300.0):.1f} s", flush=True)
             for variant, process in processes.items():
                 try:
+                    if not self.has_gpu():
+                        process.build(spec.as_variant(variant))
                     facts = process.wait_ready(max(1.0, until - time.monotonic()))
                     if process.spec.slots:
                         process.call("load_adapters", count=min(adapters, spec.slots), rank=spec.rank)
@@ -203,18 +203,12 @@ class Run:
     def _started_row(self, process: EngineProcess) -> None:
         facts = process.facts
         case = f"start/{self.name}/s{process.spec.slots}"
-        told = {
-            key: facts[key]
-            for key in ("torch_reserved_bytes", "torch_peak_bytes", "kv_tokens", "features")
-            if key in facts
-        }
+        kept = ("torch_reserved_bytes", "torch_peak_bytes", "kv_tokens", "features", "kinds", "fallbacks", "dispatch")
+        told = {key: facts[key] for key in kept if key in facts}
         self.results.add(case, process.spec.variant, 0, [facts["ready_after_s"]], unit="s", side_by_side=True, **told)
-        cold = facts.get("dispatch_s")
-        if cold is not None:
+        if "dispatch_s" in facts and not facts["dispatch_cached"]:
             case = f"dispatch_cold/{self.name}/s{process.spec.slots}"
-            self.results.add(
-                case, process.spec.variant, 0, [cold], unit="s", cached=facts.get("dispatch_cached", False)
-            )
+            self.results.add(case, process.spec.variant, 0, [facts["dispatch_s"]], unit="s")
         self.results.write()
 
     def add(

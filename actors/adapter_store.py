@@ -167,6 +167,10 @@ class AdapterStoreActor:
         return self._store.change_count()
 
     @ray.method(max_task_retries=3)
+    def content_bytes(self, digests: Sequence[str]) -> dict[str, int]:
+        return self._store.content_bytes(digests)
+
+    @ray.method(max_task_retries=3)
     def stats(self) -> StoreStats:
         return self._store.stats()
 

@@ -148,7 +148,7 @@ class RayStore(ActorPort):
 
 
 def _choose(engines: Sequence[EngineLoad], digest: str | None) -> str | None:
-    return choose_engine([EngineView(e.name, e.resident, e.running, e.alive) for e in engines], digest)
+    return choose_engine([EngineView(**vars(e)) for e in engines], digest)
 
 
 class EventResponse(Response):

@@ -77,16 +77,45 @@ class Administration:
         data = wire.parse_json(body)
         name, owner = text_field(data, "lora_name"), text_field(data, "owner", "")
         digests = await self._ask("delete", name, owner=owner or None, actor=admin.name)
-        for engine in self._fleet.engines.values():
-            for digest in digests:
-                if engine.resident.pop(digest, None) is not None:
-                    what, limit = f"engine {engine.port.name}", self._config.timeouts.control_s
-                    try:
-                        await bounded(engine.port.unload_adapter(digest), what, limit)
-                    except (AdapterNotFound, EngineGone) as err:
-                        logger.info("unload of %s from %s: %s", digest[:12], engine.port.name, err)
+        for digest in digests:
+            if not await self._is_known(digest):
+                await self._free(digest)
         text = f"Success: LoRA adapter '{name}' removed successfully."
         return Reply(200, text.encode(), content_type="text/plain; charset=utf-8")
+
+    async def _is_known(self, digest: str) -> bool:
+        """Does any name still have this content?"""
+        try:
+            await self._ask("resolve", digest)
+        except AdapterNotFound:
+            return False
+        return True
+
+    async def _free(self, digest: str) -> None:
+        """Free the slots of a content that no name has any more, in whichever engine it lies."""
+        for engine in self._fleet.engines.values():
+            what, limit = f"engine {engine.port.name}", self._config.timeouts.control_s
+            engine.resident.pop(digest, None)
+            try:
+                if digest in (await bounded(engine.port.stats(), what, limit)).loaded:
+                    await bounded(engine.port.unload_adapter(digest), what, limit)
+            except (AdapterNotFound, EngineGone) as err:
+                logger.info("unload of %s from %s: %s", digest[:12], engine.port.name, err)
+
+    async def drain(self, admin: TenantConfig, body: bytes) -> Reply:
+        """{"engine", "drain": true | false}: no new requests for this engine; those in flight there end by themselves."""
+        data = wire.parse_json(body)
+        name, drain = text_field(data, "engine"), data.get("drain", True)
+        if name not in self._fleet.engines:
+            known = ", ".join(sorted(self._fleet.engines))
+            raise ApiError(404, f"no engine {name!r}; there are {known}", code="engine_not_found", param="engine")
+        if not isinstance(drain, bool):
+            raise ApiError(400, "drain must be true or false", param="drain")
+        (self._fleet.draining.add if drain else self._fleet.draining.discard)(name)
+        action = "drain" if drain else "undrain"
+        await self._ask("note", action, actor=admin.name, detail={"engine": name})
+        stats = await bounded(self._fleet.engines[name].port.stats(), f"engine {name}", self._config.timeouts.control_s)
+        return Reply(200, {"engine": name, "draining": drain, "running": stats.running, "waiting": stats.waiting})
 
     async def promote(self, admin: TenantConfig, body: bytes) -> Reply:
         """{"name", "version", "owner"}: point the name at that version."""

@@ -26,6 +26,7 @@ from .messages import Reply, bounded, error_reply, wrong_adapter
 from .metrics import ServingMetrics
 from .openai_api import ApiError, Call, Identity, TokenLogprob
 from .ports import EngineGone
+from .prefixes import block_keys
 from .requests import Job, Ticket
 from .settings import CoreConfig
 from .streaming import Streamed
@@ -125,8 +126,9 @@ class Completions:
         started: float,
     ) -> Job:
         """Choose an engine, load the version there, and spell out one engine request per choice."""
-        engine = await self._fleet.engine_with(version)
         prompts: Sequence[str | tuple[int, ...]] = call.prompts
+        text = "\n".join(str(message["content"]) for message in call.messages) if call.chat else call.prompts[0]
+        engine = await self._fleet.engine_with(version, block_keys(text, version.digest if version else None))
         if call.chat:
             messages = [dict(message) for message in call.messages]
             tokens = await bounded(

@@ -74,6 +74,7 @@ class ServingCore:
             ("POST", "/v1/adapters/promote"): self._admin(self._administration.promote),
             ("POST", "/v1/adapters/rollback"): self._admin(self._administration.rollback),
             ("POST", "/v1/adapters/gc"): self._admin(self._administration.gc),
+            ("POST", "/v1/engines/drain"): self._admin(self._administration.drain),
             ("GET", "/v1/audit"): self._audit,
         }
 

@@ -19,12 +19,14 @@ from .messages import bounded
 from .metrics import ServingMetrics
 from .openai_api import ApiError
 from .ports import ChooseEngine, EngineGone, EngineLoad, EnginePort, StorePort
+from .prefixes import PrefixMap
 from .probe import Probe, difference, probe_from_dict, run_probe
 from .settings import CoreConfig
 
 logger = logging.getLogger(__name__)
 
 MAX_REFUSED = 1000
+STATS_S = 2.0
 RETRY_SLOT_S = 0.02
 DEAD_S = 5.0  # how long an engine that failed is left alone while there are others
 
@@ -58,6 +60,8 @@ class Fleet:
     ) -> None:
         self.engines = {port.name: FleetEngine(port) for port in ports}
         self._store, self._choose, self._config, self._metrics, self._clock = store, choose, config, metrics, clock
+        self.draining: set[str] = set()
+        self._prefixes = PrefixMap()
         self._background: set[asyncio.Task[Any]] = set()
 
     # --- what the engines are -------------------------------------------------------------------------------------
@@ -84,53 +88,75 @@ class Fleet:
         return tuple(dict.fromkeys((*self._config.base_names, info.model_name)))
 
     async def count(self) -> None:
-        """Bring every engine's figures into the metrics."""
+        """Bring the figures of every engine and of the store into the metrics."""
         for name, engine in self.engines.items():
-            try:
-                stats = await asyncio.wait_for(engine.port.stats(), 2.0)
-            except Exception as err:
-                logger.info("no statistics from engine %s: %s", name, err)
-                self._metrics.engine(name, {"up": 0.0})
-                continue
-            values: dict[str, float] = {
-                "up": 1.0,
-                "slots_used": len(stats.loaded),
-                "running": stats.running,
-                "waiting": stats.waiting,
-                "kv_usage": stats.kv_usage,
-                "steps": stats.steps,
-                "mixed_steps": stats.mixed_steps,
-                "tenant_rows": stats.tenant_rows,
-                "rollout_rows": stats.rollout_rows,
-            }
-            values |= {f"path_{path}": float(count) for path, count in stats.paths.items()}
-            self._metrics.engine(name, values)
+            self._metrics.engine(name, await self._figures(name, engine))
+        try:
+            stats = await bounded(self._store.call("stats"), "store (stats)", STATS_S)
+        except Exception as err:
+            logger.info("no statistics from the store: %s", err)
+            self._metrics.store({"up": 0.0})
+            return
+        self._metrics.store({"up": 1.0, **{what: float(value) for what, value in vars(stats).items()}})
+
+    async def _figures(self, name: str, engine: FleetEngine) -> dict[str, float]:
+        try:
+            stats = await bounded(engine.port.stats(), f"engine {name} (stats)", STATS_S)
+            sizes = await bounded(self._store.call("content_bytes", stats.loaded), "store (content_bytes)", STATS_S)
+        except Exception as err:
+            logger.info("no statistics from engine %s: %s", name, err)
+            return {"up": 0.0}
+        values: dict[str, float] = {
+            "up": 1.0,
+            "draining": float(name in self.draining),
+            "slots_used": len(stats.loaded),
+            "slot_bytes": float(sum(sizes.values())),
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_usage": stats.kv_usage,
+            "steps": stats.steps,
+            "mixed_steps": stats.mixed_steps,
+            "tenant_rows": stats.tenant_rows,
+            "rollout_rows": stats.rollout_rows,
+            "rollout_seats": stats.rollout_seats,
+            "seat_cuts": stats.seat_cuts,
+        }
+        return values | {f"path_{path}": float(count) for path, count in stats.paths.items()}
 
     # --- choosing and loading -------------------------------------------------------------------------------------
 
-    def loads(self) -> list[EngineLoad]:
+    def loads(self, keys: Sequence[int] = ()) -> list[EngineLoad]:
+        """keys: the prompt's blocks. An engine that drains counts as gone, unless all do."""
         now = self._clock()
+        all_drain = self.draining.issuperset(self.engines)
         return [
-            EngineLoad(name, frozenset(engine.resident), engine.running, now >= engine.dead_until_s)
+            EngineLoad(
+                name,
+                frozenset(engine.resident),
+                engine.running,
+                now >= engine.dead_until_s and (all_drain or name not in self.draining),
+                self._prefixes.matched(name, keys),
+            )
             for name, engine in self.engines.items()
         ]
 
-    async def engine_with(self, version: AdapterVersion | None) -> FleetEngine:
+    async def engine_with(self, version: AdapterVersion | None, keys: Sequence[int] = ()) -> FleetEngine:
         """An engine that holds the version, loading it if need be; a second one if the first dies meanwhile.
 
-        Raises EngineGone, NoFreeSlot, AdapterRejected ...
+        keys: the prompt's blocks, for engines that have met them. Raises EngineGone, NoFreeSlot, AdapterRejected ...
         """
         try:
-            return await self._one_with(version)
+            return await self._one_with(version, keys)
         except EngineGone:
             if len(self.engines) == 1:
                 raise
-            return await self._one_with(version)
+            return await self._one_with(version, keys)
 
-    async def _one_with(self, version: AdapterVersion | None) -> FleetEngine:
-        chosen = self._choose(self.loads(), version.digest if version else None)
+    async def _one_with(self, version: AdapterVersion | None, keys: Sequence[int]) -> FleetEngine:
+        chosen = self._choose(self.loads(keys), version.digest if version else None)
         if chosen is None:
             raise EngineGone("no engine is alive; try again in a few seconds")
+        self._prefixes.add(chosen, keys)
         engine = self.engines[chosen]
         if version is None:
             return engine
@@ -151,6 +177,7 @@ class Fleet:
         """Load once however many ask; the load goes on if one who asked gives up."""
         receipt = engine.resident.get(version.digest)
         if receipt is not None:
+            self._metrics.slot_hit()
             return receipt
         if version.digest in engine.refused:
             raise _not_applied(version, engine.refused[version.digest])
@@ -233,11 +260,12 @@ class Fleet:
             logger.warning("engine %s is gone: %s", engine.port.name, err)
             engine.resident.clear()
             engine.refused.clear()
+            self._prefixes.forget(engine.port.name)
             engine.info = engine.base_probe = None
             if len(self.engines) > 1:
                 engine.dead_until_s = self._clock() + DEAD_S
-        elif version is not None:
-            engine.resident.pop(version.digest, None)
+        elif version is not None and engine.resident.pop(version.digest, None) is not None:
+            self._metrics.slot_stale()
 
     def abort(self, engine: FleetEngine, request_id: str, engine_requests: Sequence[str]) -> None:
         """Tell the engine in the background that nobody reads these any more. request_id: of the client's request."""

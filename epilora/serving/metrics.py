@@ -47,6 +47,13 @@ class ServingMetrics:
             "epilora_adapter_load_seconds", "Adapter loads into a slot", buckets=_SECONDS, registry=self.registry
         )
         self._loads = Counter("epilora_adapter_loads", "Adapter loads by outcome", ["outcome"], registry=self.registry)
+        self._slot_hits = Counter(
+            "epilora_adapter_slot_hits", "Requests whose adapter was in a slot already", registry=self.registry
+        )
+        self._slot_stale = Counter(
+            "epilora_adapter_slot_stale", "... of which it had been put out meanwhile", registry=self.registry
+        )
+        self._store = Gauge("epilora_store", "State and tiers of the adapter store", ["what"], registry=self.registry)
         self.running = Gauge("epilora_running_requests", "Requests in the router", registry=self.registry)
         self._engine = Gauge("epilora_engine", "State of each engine", ["engine", "what"], registry=self.registry)
 
@@ -92,6 +99,16 @@ class ServingMetrics:
     def engine(self, name: str, values: dict[str, float]) -> None:
         for what, value in values.items():
             self._engine.labels(name, what).set(value)
+
+    def slot_hit(self) -> None:
+        self._slot_hits.inc()
+
+    def slot_stale(self) -> None:
+        self._slot_stale.inc()
+
+    def store(self, values: dict[str, float]) -> None:
+        for what, value in values.items():
+            self._store.labels(what).set(value)
 
     def render(self) -> bytes:
         """Prometheus text format."""

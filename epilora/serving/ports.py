@@ -58,9 +58,13 @@ ChooseEngine = Callable[[Sequence["EngineLoad"], str | None], str | None]
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """An engine's state for the routing policy. resident: digests it holds; running: requests in flight there."""
+    """An engine's state for the routing policy.
+
+    resident: digests it holds; running: requests in flight there; matched: blocks of the prompt it has met before.
+    """
 
     name: str
     resident: frozenset[str]
     running: int
     alive: bool
+    matched: int = 0

@@ -19,7 +19,7 @@ class HostCache:
         self._kept: OrderedDict[str, Arrays] = OrderedDict()
         self._lock = threading.Lock()
         self._reading: dict[str, threading.Event] = {}
-        self.bytes = self.hits = self.reads = 0
+        self.bytes = self.hits = self.reads = self.read_bytes = 0
 
     def get(self, digest: str, read: Callable[[], Arrays]) -> Arrays:
         """The arrays of a version, from memory or by `read` (called once however many ask). Raises what `read` does."""
@@ -40,6 +40,7 @@ class HostCache:
             arrays = read()
             with self._lock:
                 self.reads += 1
+                self.read_bytes += sum(array.nbytes for array in arrays.values())
             self.keep(digest, arrays)
             return dict(arrays)
         finally:

@@ -29,7 +29,10 @@ AUDIT_COLUMNS = ("id", "at_s", "actor", "action", "owner", "name", "version", "d
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters of this process and totals of the store. Bytes are fp32 file sizes."""
+    """Totals of the store, and counters of this process: how often each tier gave a version's tensors, and bytes.
+
+    host: tensors in memory. disk: the store's files (fp32). remote: adapters read from URLs.
+    """
 
     names: int
     versions: int
@@ -38,3 +41,6 @@ class StoreStats:
     host_bytes: int
     host_hits: int
     disk_reads: int
+    disk_read_bytes: int
+    remote_reads: int
+    remote_read_bytes: int

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from .peft_files import MAX_ADAPTER_BYTES, write_peft_folder
 from .preflight import PreflightReport, check_tensors, preflight
 from .records import AUDIT_COLUMNS, AuditRow, StoreStats
 from .refs import DIGEST_PATTERN, NAME_PATTERN, check_name, check_owner, parse_ref, visible
-from .sources import read_peft
+from .sources import is_url, read_peft
 
 Versions = list[AdapterVersion]  # AdapterStore has a method called `list`, so its annotations use these
 Strings = list[str]
@@ -57,6 +57,7 @@ class AdapterStore:
         self._step = on_step or (lambda name: None)
         self._files = ObjectFiles(self.root, self._step)
         self._cache = HostCache(host_cache_bytes)
+        self._remote_reads = self._remote_bytes = 0
         self.database = Database(self.root / "store.sqlite", self._step)
 
     @classmethod
@@ -168,6 +169,9 @@ class AdapterStore:
         """
         check_name(name)
         config, tensors = read_peft(str(folder), max_bytes=max_bytes)
+        if is_url(str(folder)):
+            self._remote_reads += 1
+            self._remote_bytes += sum(tensor.nbytes for tensor in tensors.values())
         report = preflight(config, tensors, base, max_rank=max_rank)
         plain = {key.replace(".default.weight", ".weight"): tensor for key, tensor in tensors.items()}
         version = self.publish(
@@ -489,4 +493,15 @@ class AdapterStore:
                 "SELECT COALESCE(SUM(bytes),0) FROM contents",
             )
         )
-        return StoreStats(names, versions, contents, size, self._cache.bytes, self._cache.hits, self._cache.reads)
+        cache = self._cache
+        counters = (cache.bytes, cache.hits, cache.reads, cache.read_bytes, self._remote_reads, self._remote_bytes)
+        return StoreStats(names, versions, contents, size, *counters)
+
+    def content_bytes(self, digests: Sequence[str]) -> dict[str, int]:
+        """Size on disk of those contents the store has."""
+        db, sizes = self.database.connection(), dict[str, int]()
+        for digest in digests:
+            row = db.execute("SELECT bytes FROM contents WHERE digest=?", (digest,)).fetchone()
+            if row is not None:
+                sizes[digest] = int(row[0])
+        return sizes

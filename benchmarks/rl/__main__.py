@@ -2,7 +2,7 @@
 
     python -m benchmarks.rl PART ... [--out FILE] [--small] [--profile]
 
-PART: gradients, train_speed, memory. --small runs shapes that a machine without a GPU can do.
+PART: gradients, train_speed, memory, one_copy (a GPU and vLLM). --small runs shapes that a machine without a GPU can do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from benchmarks.harness import Results, command_line
 
-from . import gradients, memory, train_speed
+from . import gradients, memory, one_copy, train_speed
 from .summary import summarise
 
 DEFAULT_OUT = Path(__file__).parents[1] / "results" / "rl_h200.json"
-PARTS = ("gradients", "train_speed", "memory")
+PARTS = ("gradients", "train_speed", "memory", "one_copy")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         "gradients": lambda: gradients.run(results, small=args.small),
         "train_speed": lambda: train_speed.run(results, small=args.small, profile=args.profile),
         "memory": lambda: memory.run(results, small=args.small),
+        "one_copy": lambda: one_copy.run(results),
     }
     failed = []
     for name in args.parts:

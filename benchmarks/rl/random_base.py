@@ -6,6 +6,7 @@ FP8 per channel as an engine does. `kind="bf16"` gives the dequantised values in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -34,6 +35,13 @@ class RandomBase:
     def digest(self) -> str:
         """None is kept of random weights."""
         return self.manifest.base_digest
+
+    def loaded(self) -> contextlib.AbstractContextManager[None]:
+        """It is always there."""
+        return contextlib.nullcontext()
+
+    def wait_for_layer(self, index: int) -> None:
+        """Nothing to wait for."""
 
     @property
     def num_bytes(self) -> int:

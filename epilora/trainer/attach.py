@@ -7,10 +7,11 @@ mapped through their CUDA IPC handles, found by the GPU's UUID; such a mapping i
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -29,6 +30,19 @@ def parameter_name(entry: WeightEntry) -> str:
     leaf.
     """
     return entry.name if entry.name.rsplit(".", 1)[-1] in _NAMED_LEAVES else f"{entry.name}.weight"
+
+
+def base_digest(manifest: WeightManifest, operands: Mapping[str, Operand]) -> str:
+    """sha256 over names, stored values and scales, as the engine that exported `manifest` computes it."""
+    named = []
+    for entry in manifest.entries:
+        operand, name = operands[entry.name], parameter_name(entry)
+        named.append((name, operand.values))
+        if operand.scales is not None:
+            named.append((f"{name.removesuffix('.weight')}.weight_scale", operand.scales))
+        if operand.global_scale is not None:
+            named.append((f"{name.removesuffix('.weight')}.weight_global_scale", operand.global_scale))
+    return weights_digest(named)
 
 
 class MappedBase:
@@ -94,15 +108,14 @@ class MappedBase:
 
     def digest(self) -> str:
         """sha256 of the mapped bytes now; equals the manifest's base_digest unless something wrote to them."""
-        named = []
-        for entry in self.manifest.entries:
-            operand, name = self.operands[entry.name], parameter_name(entry)
-            named.append((name, operand.values))
-            if operand.scales is not None:
-                named.append((f"{name.removesuffix('.weight')}.weight_scale", operand.scales))
-            if operand.global_scale is not None:
-                named.append((f"{name.removesuffix('.weight')}.weight_global_scale", operand.global_scale))
-        return weights_digest(named)
+        return base_digest(self.manifest, self.operands)
+
+    def loaded(self) -> contextlib.AbstractContextManager[None]:
+        """A mapped base is always there."""
+        return contextlib.nullcontext()
+
+    def wait_for_layer(self, index: int) -> None:
+        """Nothing to wait for."""
 
     @property
     def paths(self) -> tuple[str, ...]:

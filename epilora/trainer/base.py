@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from epilora.quant.manifest import WeightManifest
@@ -22,3 +23,11 @@ class BaseWeights(Protocol):
     def paths(self) -> tuple[str, ...]: ...
 
     def digest(self) -> str: ...
+
+    def loaded(self) -> AbstractContextManager[None]:
+        """Inside, the tensors are where computing needs them."""
+        ...
+
+    def wait_for_layer(self, index: int) -> None:
+        """Called before decoder layer `index` computes."""
+        ...

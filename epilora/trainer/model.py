@@ -109,11 +109,16 @@ def build_model(
     for name, module in list(body.named_modules()):
         if type(module).__name__.endswith("GatedDeltaNet"):
             body.set_submodule(name, PackedDeltaNet(module, fused=head.is_cuda and dtype != torch.float32))
-    if checkpoint_activations:
-        for layer in body.layers:
+    for index, layer in enumerate(body.layers):
+        layer.register_forward_pre_hook(functools.partial(_wait_for_layer, base, index))
+        if checkpoint_activations:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     body.eval()
     return BaseModel(body, head, context, linear_shapes, dtype, config.vocab_size)
+
+
+def _wait_for_layer(base: BaseWeights, index: int, *_: Any) -> None:
+    base.wait_for_layer(index)
 
 
 def _place_weights(

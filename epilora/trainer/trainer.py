@@ -1,13 +1,14 @@
 """LoraTrainer: what the Trainer protocol (actors/protocols.py) promises, as a plain class.
 
-It holds LoRA parameters and optimizer state of any number of named sessions and nothing else of its own; the base is
-mapped (attach.py). One call trains one session. The forward pass asks an AdapterContext which adapter a projection
+It holds LoRA parameters and optimizer state of any number of named sessions. The base is the engine's, mapped (attach.py), or,
+in the placements that need one, a copy of its own (own_base.py). One call trains one session. The forward pass asks an AdapterContext which adapter a projection
 applies: that is where batches mixed from several sessions will plug in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from .linear import LoraPair
 from .logprob import selected_logprobs
 from .memory import PeakMeter, anonymous_bytes, give_back_large_blocks, mapping_bytes, private_bytes
 from .model import BaseModel, build_model
+from .own_base import OwnBase, copy_codes, sixteen_bit
 from .session import Session
 
+OWN = ("", "fp8", "16bit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,6 +45,9 @@ class LoraTrainer:
         checkpoint_activations: bool = False,
         device: str = "cpu",
         gemm_mode: str = "panel",
+        own: str = "",
+        offloaded: bool = False,
+        gives_memory_back: bool = False,
     ) -> None:
         """dtype: of activations, "float32", "bfloat16" or "float16"; parameters and optimizer are fp32 always.
 
@@ -49,10 +55,16 @@ class LoraTrainer:
         logits exist at once. checkpoint_activations: recompute each layer in the backward pass, and have malloc give
         large blocks back at once (for the whole process): for models whose activations do not fit; slower by about a
         third. device: "cpu" or "cuda"; on a GPU batches are packed, and in 16 bits the linears run the training GEMMs in
-        `gemm_mode` ("panel" or "registers", see `epilora.kernels.training`).
+        `gemm_mode` ("panel" or "registers", see `epilora.kernels.training`). own: "" computes on the engine's copy, "fp8" on
+        a copy of its codes, "16bit" on the checkpoint's weights; offloaded: that copy waits in host memory between calls.
+        gives_memory_back: the GPU memory of a call is free for others when it returns (the engine's KV cache comes back).
         """
         if dtype not in DTYPES:
             raise ValueError(f"trainer dtype={dtype!r}; allowed: {sorted(DTYPES)}")
+        if own not in OWN or (offloaded and not own):
+            raise ValueError(
+                f"trainer own={own!r}, offloaded={offloaded}; allowed: own in {OWN}, offloaded with own only"
+            )
         if torch.device(device).type not in ("cpu", "cuda"):
             raise ValueError(f"trainer device={device!r}; allowed: cpu, cuda, cuda:N")
         if micro_batch_tokens < 1 or logprob_chunk < 1:
@@ -64,6 +76,8 @@ class LoraTrainer:
         self._device = torch.device(device)
         on_gpu = self._device.type == "cuda"
         self._packed = on_gpu
+        self._own, self._offloaded = own, offloaded
+        self._gives_memory_back = gives_memory_back and on_gpu
         self._gemm_mode = gemm_mode if on_gpu and self._dtype != torch.float32 else None
         self._base: BaseWeights | None = None
         self._model: BaseModel | None = None
@@ -82,7 +96,13 @@ class LoraTrainer:
         if self._base is not None and list(manifests) == [self._base.manifest]:
             return
         with self._meter:
-            self.use_base(attach_single(manifests))
+            mapped = attach_single(manifests)
+            if self._own == "fp8":
+                self.use_base(copy_codes(mapped, self._device, offloaded=self._offloaded))
+            elif self._own == "16bit":
+                self.use_base(sixteen_bit(mapped, self._dtype, self._device, offloaded=self._offloaded))
+            else:
+                self.use_base(mapped)
 
     def use_base(self, base: BaseWeights) -> None:
         """Build the model on a base of this process. Raises BaseMismatch if sessions are open on another one."""
@@ -91,10 +111,21 @@ class LoraTrainer:
                 f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this "
                 f"one is {base.manifest.base_digest[:16]}; close them first"
             )
-        self._model = build_model(
-            base, self._dtype, checkpoint_activations=self._checkpoint_activations, gemm_mode=self._gemm_mode
-        )
+        with base.loaded():
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # the model's builder reads every layer
+            self._model = build_model(
+                base, self._dtype, checkpoint_activations=self._checkpoint_activations, gemm_mode=self._gemm_mode
+            )
         self._base = base
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The base is at hand inside, and memory is watched."""
+        with self._meter, self._attached[0].loaded():
+            yield
+        if self._gives_memory_back:
+            torch.cuda.empty_cache()
 
     @property
     def vocab_size(self) -> int:
@@ -142,7 +173,7 @@ class LoraTrainer:
         """
         config = losses.LossConfig.from_mapping(loss)
         state = self._session(session)
-        with self._meter:
+        with self._computing():
             return self._train_rl(state, groups, config)
 
     def _train_rl(self, state: Session, groups: Sequence[RolloutGroup], config: losses.LossConfig) -> dict[str, float]:
@@ -258,7 +289,7 @@ class LoraTrainer:
             raise ValueError("train_sft: no examples")
         state = self._session(session)
         layout = layout_of(examples)
-        with self._meter:
+        with self._computing():
             state.grad.zero_()
             total, right = 0.0, 0.0
             for micro in self._micro(examples, layout):
@@ -286,7 +317,7 @@ class LoraTrainer:
             return []
         pairs = None if session is None else self._session(session).pairs
         layout = layout_of(sequences)
-        with self._meter:
+        with self._computing():
             logp, _ = self._all_logprobs(self._micro(sequences, layout), layout, pairs)
         return [part.tolist() for part in torch.split(logp, layout.lengths.tolist())]
 
@@ -327,8 +358,11 @@ class LoraTrainer:
 
     def memory(self) -> dict[str, int]:
         """private_bytes, peak_private_bytes (since construction), shared_bytes (resident pages of the mapped base),
-        base_bytes (all of it), largest_dequantised_bytes."""
+        base_bytes (all of it), largest_dequantised_bytes, own_base_bytes and pinned_bytes (of a copy of its own), and on a
+        GPU device_bytes and peak_device_bytes that this process's tensors take (a mapped base is not among them)."""
         paths = () if self._base is None else self._base.paths
+        own = self._base if isinstance(self._base, OwnBase) else None
+        on_gpu = self._device.type == "cuda"
         private = private_bytes(paths)
         self._meter.sample()
         return {
@@ -337,6 +371,10 @@ class LoraTrainer:
             "shared_bytes": mapping_bytes(paths)[0],
             "base_bytes": 0 if self._base is None else self._base.manifest.num_bytes,
             "largest_dequantised_bytes": 0 if self._model is None else self._model.context.largest_dequantised_bytes,
+            "own_base_bytes": 0 if own is None else own.num_bytes,
+            "pinned_bytes": 0 if own is None else own.pinned_bytes,
+            "device_bytes": torch.cuda.memory_allocated(self._device) if on_gpu else 0,
+            "peak_device_bytes": torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
         }
 
 

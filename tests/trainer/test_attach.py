@@ -85,8 +85,9 @@ def test_other_transports_ranks_and_dead_engines_are_refused(small_qwen: Small, 
     with pytest.raises(UnsupportedKernel, match="one whole base"):
         attach_single([])
     entry = manifest.entries[0]
-    values = dataclasses.replace(entry.values, location=Location(Transport.CUDA_IPC))
-    with pytest.raises(UnsupportedKernel, match="cuda_ipc"):
+    elsewhere = Location(Transport.CUDA_IPC, handle=("another process", 1), gpu_uuid="GPU-of-another-machine")
+    values = dataclasses.replace(entry.values, location=elsewhere)
+    with pytest.raises(ValueError, match="lie on GPU GPU-of-another-machine; this process sees"):
         MappedBase(dataclasses.replace(manifest, entries=(dataclasses.replace(entry, values=values),)))
     base = make_local_base(small_qwen.folder, tmp_path)
     base.remove()

@@ -35,6 +35,29 @@ KERNEL_ROWS = (
     ("training forward, 4,096 tokens, over bf16 cuBLAS", "train_fwd_4096_over_bf16", "{:.2f}x"),
     ("training backward, the same", "train_bwd_4096_over_bf16", "{:.2f}x"),
 )
+SERVING_ROWS = (
+    ("time per output token, batch 1, one adapter, 1 slot", "tpot_b1_ms", "{:.2f} ms"),
+    ("the same, over vLLM's fastest", "tpot_b1_over_vllm_best", "{:.2f}x"),
+    ("the same, over vLLM with LoRA off", "tpot_b1_over_no_adapter", "{:.2f}x"),
+    (
+        "time per output token, batch 1, one adapter, 32 slots, over vLLM's fastest",
+        "tpot_b1_32slots_over_vllm_best",
+        "{:.2f}x",
+    ),
+    ("no adapter in the batch, over vLLM with LoRA off", "base_only_over_no_lora", "{:.3f}x"),
+    (
+        "throughput of 32 tenants, 256 x (512 + 256) tokens, over vLLM's fastest",
+        "throughput_32_over_vllm_best",
+        "{:.2f}x",
+    ),
+    ("the same, over vLLM with LoRA off", "throughput_32_over_no_adapter", "{:.2f}x"),
+    ("the same with adapters stored in FP8, over vLLM's fastest", "throughput_32_fp8_over_vllm_best", "{:.2f}x"),
+    ("KV tokens, over vLLM's", "kv_tokens_over_vllm", "{:.3f}x"),
+    ("timing the paths, no cache", "dispatch_cold_s", "{:.1f} s"),
+    ("online, median time per token, worst rate, over vLLM's fastest", "online_tpot_worst_ratio", "{:.2f}x"),
+    ("online, p99 TTFT, worst rate, over vLLM's fastest", "online_ttft_p99_worst_ratio", "{:.2f}x"),
+    ("72B shape, time per token at batch 1, over vLLM's fastest", "tpot_72b_over_vllm_best", "{:.2f}x"),
+)
 
 
 def quickstart_block(document: Mapping[str, Any]) -> str:
@@ -89,6 +112,22 @@ def kernels_block(document: Mapping[str, Any]) -> str:
         "and two streams in the same run. From [benchmarks/results/kernels_h200.json](benchmarks/results/kernels_h200.json); "
         "[benchmarks/LOG.md](benchmarks/LOG.md) says what the figures contain (the small-batch rows overlap consecutive projections) "
         "and where the remaining microseconds are.",
+    ]
+    return "\n".join(lines)
+
+
+def serving_block(document: Mapping[str, Any]) -> str:
+    """The serving summary, what was not measured included."""
+    summary, versions = document["summary"], document["versions"]
+    lines = ["| Qwen3-8B shape, FP8 base, rank-64 adapters | |", "|---|---:|"]
+    for what, key, form in SERVING_ROWS:
+        value = summary[key]
+        lines.append(f"| {what} | {'not measured' if value is None else form.format(value)} |")
+    lines += [
+        "",
+        f"{document['gpu']}, torch {versions['torch']}, vLLM {versions['vllm']}; vLLM's fastest is the best of the default and tuned LoRA kernels on "
+        "one and two streams that the same run measured. From [benchmarks/results/serving_h200.json](benchmarks/results/serving_h200.json), "
+        "`python -m benchmarks.serving`.",
     ]
     return "\n".join(lines)
 

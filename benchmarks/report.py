@@ -17,6 +17,7 @@ import statistics
 from typing import Any
 
 from benchmarks.kernels.summary import VLLM_BASE, VLLM_LORA_PREFIX
+from benchmarks.serving.tables import is_serving, online_lines, serving_table
 
 Row = dict[str, Any]
 
@@ -81,7 +82,11 @@ def markdown(results: dict[str, Any], name: str) -> str:
         lines += ["| figure | value |", "|---|---:|"]
         lines += [f"| {k} | {'not measured' if v is None else v} |" for k, v in summary.items()] + [""]
     for (run, case, M), rows in groups(results["rows"]).items():
-        lines += [f"## {case}, {M} tokens (run {run})", "", case_table(rows), ""]
+        if is_serving(rows):
+            lines += [f"## {case}, batch {M} (run {run})", "", serving_table(rows), ""]
+        else:
+            lines += [f"## {case}, {M} tokens (run {run})", "", case_table(rows), ""]
+    lines += online_lines(results["rows"])
     return "\n".join(lines)
 
 

@@ -67,7 +67,7 @@ TINY = Limits(
     slots_many=2, rank=16, load_format="auto", max_model_len=128, kv_one=16 << 20, kv_many=32 << 20, seqs_many=8,
     batched_one=128, batched_many=256, capture_one=(), capture_many=(), capture_default=(), capture_long=(), tpot_prompt=8,
     tpot_new=6, throughput_requests=6, throughput_prompt=8, throughput_new=4, online_prompts=(8,),
-    groups_many=((OURS, STOCK[0], NO_LORA),), equality_tokens=48, profile_prefill=64,
+    groups_many=((OURS, STOCK[0], NO_LORA),), equality_tokens=48, equality_repeats=4, profile_prefill=64,
     equality_batches=("base", "adapters"),  # stock's CPU build gives rows without an adapter the last slot's
 )  # fmt: skip
 

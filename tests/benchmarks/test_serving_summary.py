@@ -16,6 +16,7 @@ from benchmarks.serving.summary import (
     throughput_case,
     tpot_case,
 )
+from benchmarks.serving.tables import is_serving, serving_table
 
 KEYS = [
     "tpot_b1_ms",
@@ -177,3 +178,22 @@ def test_kernel_sums_are_per_step():
     assert found["longest"][0] == {"kernel": "gemm", "us": 40.0}
     with pytest.raises(ValueError, match="no step left"):
         summarise_kernels([], 0, 1.0)
+
+
+def test_tables_show_ratios_failures_and_what_does_not_count():
+    rows = [
+        row(TENANTS, OURS, [8000.0, 9000.0, 10000.0], "tok_s"),
+        row(TENANTS, OURS_FP8, [9999.0], "tok_s", fallbacks=["packed base"]),
+        row(TENANTS, STOCK[0], [5000.0], "tok_s"),
+        row(TENANTS, STOCK[1], [6000.0], "tok_s"),
+        row(TENANTS, NO_LORA, [12000.0], "tok_s"),
+        {**row(TENANTS, STOCK[2], [], "tok_s"), "failure": "out of | memory"},
+    ]
+    text = serving_table(rows)
+    assert f"| {OURS} | 9000 | 8000 | 10000 | 3 | 0.750 | 1.500 |" in text
+    assert f"| {STOCK[2]} | failed: out of \\| memory |" in text
+    assert f"{OURS_FP8} (does not count: packed base)" in text
+    times = serving_table([row(ONE, OURS, [4.0]), row(ONE, STOCK[0], [8.0]), row(ONE, STOCK[3], [5.0])])
+    assert f"| {OURS} | 4 | 4 | 4 | 1 | - | 0.800 |" in times
+    assert is_serving(rows)
+    assert not is_serving([row("layer/qwen3-8b/r64/a1/s8", OURS, [60.0], "us")])

@@ -1,6 +1,6 @@
 """Quality of adapters stored in FP8 and NVFP4, on adapters that were really trained here.
 
-    python -m benchmarks.formats.quality [--adapters 6] [--problems 400]
+    python -m benchmarks.formats.quality [--adapters 6] [--problems 200]
 
 One engine and one trainer in this process, tiny model. Adapters: GRPO on addition (two seeds, ranks 16 and 8) and on
 subtraction, supervised ones for maximum, subtraction and addition. Each is converted to both formats by the error-aware and
@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--adapters", type=int, default=len(ADAPTERS))
-    parser.add_argument("--problems", type=int, default=400)
+    parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--rl-steps", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -47,15 +47,21 @@ def _with_slots(data: ProjectionData, slots: int) -> ProjectionData:
 
 
 def configs_from(table: dict[str, Any] | None, M: int, adapters: int) -> list[ld.DecodeConfig]:
-    """Configurations of the layer's projections: from a tuned table where it has them, else what the library would use."""
+    """Configurations of the layer's projections: from a tuned table where it has them, else what the library would use.
+
+    adapters: 0 for none. With one adapter the library is not told how many there are, as in a captured graph.
+    """
     out = []
+    rank, expected = (RANK, max(1, adapters)) if adapters else (0, 1)
     for p in LAYER:
         found = None
         for entry in (table or {}).get("entries", []):
-            if (entry["N"], entry["K"], entry["M"], entry["rank"], entry["adapters"]) == (p.N, p.K, M, RANK, adapters):
-                found = ld.DecodeConfig(**entry["config"])
+            if (entry["N"], entry["K"], entry["M"], entry["rank"], entry["adapters"]) == (p.N, p.K, M, rank, expected):
+                groups = adapters if adapters > 1 else 0
+                found = dataclasses.replace(ld.DecodeConfig(**entry["config"]), shrink_groups=groups)
+        known = adapters if adapters > 1 else None
         name = torch.cuda.get_device_name()
-        out.append(found or ld.config_for(M, p.N, p.K, RANK, MAX_SLOTS, device_name=name, distinct_adapters=adapters))
+        out.append(found or ld.config_for(M, p.N, p.K, rank, MAX_SLOTS, device_name=name, distinct_adapters=known))
     return out
 
 
@@ -84,8 +90,9 @@ def run(
         slots = token_slots(M, adapters, num_slots)
         layers = [[with_tokens(_with_slots(d, num_slots), M) for d in one] for one in base]
         configs = configs_from(table, M, adapters)
+        plain = configs_from(table, M, 0)
         tune.precompile(configs, M, RANK)
-        tune.precompile(configs, M, 0)
+        tune.precompile(plain, M, 0)
         errors = [tune.error_of(c, d, slots, workspace) for c, d in zip(configs, layers[0], strict=True)]
         if max(errors) > tune.MAX_ERROR:
             results.add_failure(case, "epilora", M, f"error against the fp32 reference {errors}")
@@ -93,7 +100,10 @@ def run(
             continue
         variants = {
             "epilora": tune.layer_runner(configs, slots, workspace),
-            "epilora_no_adapter": tune.layer_runner(configs, None, workspace),
+            "epilora_no_adapter": tune.layer_runner(plain, None, workspace),
+            "epilora_no_adapter_no_overlap_between_projections": tune.layer_runner(
+                plain, None, workspace, overlap_previous=False
+            ),
             "epilora_no_overlap_between_projections": tune.layer_runner(
                 configs, slots, workspace, overlap_previous=False
             ),

@@ -29,23 +29,17 @@ from epilora.kernels import lora_decode as ld
 MAX_ERROR = 6e-3  # RMS; rounding h and y to bf16 gives 2e-3 to 3e-3
 KEPT = 4  # candidates of a projection that are tried inside the layer
 # (row tiles, warps or warpgroups along K, bytes of K a stage)
-TILES = ((2, 2, 512), (2, 4, 512), (2, 4, 1024), (3, 2, 1024), (3, 4, 512), (4, 2, 512), (4, 2, 1024), (6, 2, 512))
-WGMMA_TILES = (
-    (2, 1, 1024),
-    (2, 2, 1024),
-    (2, 2, 512),
-    (3, 1, 512),
-    (3, 2, 1024),
-    (4, 1, 512),
-    (4, 2, 512),
-    (4, 2, 1024),
-)
+TILES = ((2, 4, 512), (2, 4, 1024), (2, 2, 512), (3, 2, 1024), (4, 2, 512), (6, 2, 512))
+WGMMA_TILES = ((2, 1, 1024), (2, 2, 1024), (3, 1, 512), (4, 1, 512), (4, 2, 512))
+FUSED_TILES = ((2, 4, 512), (2, 2, 512), (3, 2, 512), (4, 2, 512), (6, 2, 512))
 
 
 def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.DecodeConfig]:
     """Legal tile shapes worth timing: those that leave at most 30 % of the multiprocessors idle."""
     found = []
-    for wgmma, tiles in ((False, TILES), (True, WGMMA_TILES)):
+    for kind, tiles in (("mma", TILES), ("wgmma", WGMMA_TILES), ("fused", FUSED_TILES)):
+        if kind == "fused" and (M > 4 or adapters > 4):
+            continue
         for row_tiles, k_warps, stage_k in tiles:
             blocks = -(-shape.N // (row_tiles * 16))
             if blocks / (-(-blocks // 132) * 132) < 0.7:
@@ -54,9 +48,11 @@ def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.D
                 row_tiles=row_tiles,
                 k_warps=k_warps,
                 stage_k=stage_k,
-                wgmma=wgmma,
-                shrink_warps=8 if shape.K >= 8192 else 4,
-                shrink_splits=8,
+                wgmma=kind == "wgmma",
+                fused=(1 if M == 1 else 2 if M == 2 else 4) if kind == "fused" else 0,
+                window_kib=56,
+                shrink_warps=8,
+                shrink_splits=4 if shape.K < 8192 else 8,
                 shrink_groups=adapters,
                 lora_warps=8 if adapters > 4 else 4,
             )
@@ -65,13 +61,16 @@ def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.D
     return found
 
 
-def variations(c: ld.DecodeConfig, K: int) -> list[list[ld.DecodeConfig]]:
+def variations(c: ld.DecodeConfig, K: int, rank: int) -> list[list[ld.DecodeConfig]]:
     """Choices to make one after another inside the layer, each a list of alternatives to `c`."""
-    pairs = [(s, w) for s, w in itertools.product((1, 2, 4, 8), (4, 8, 16)) if 128 <= K / (s * w) <= 1024]
+    pairs = [(s, w) for s, w in itertools.product((1, 2, 4, 8, 16), (4, 8)) if 128 <= K / (s * w) <= 1024]
+    if c.fused:
+        pairs = [(s, c.shrink_warps) for s in (2, 4, 8, 16)]
+    windows = [dataclasses.replace(c, window_kib=w) for w in (32, 40, 72, 96)]
     return [
-        [dataclasses.replace(c, shrink_splits=s, shrink_warps=w) for s, w in pairs],
-        [dataclasses.replace(c, window_kib=w) for w in (56, 72, 96)] + [dataclasses.replace(c, shared_kib=220)],
-        [dataclasses.replace(c, early=not c.early)],
+        [dataclasses.replace(c, shrink_splits=s, shrink_warps=w) for s, w in pairs] if rank else [],
+        [*windows, dataclasses.replace(c, shared_kib=220)],
+        [] if c.fused else [dataclasses.replace(c, early=not c.early)],
     ]
 
 
@@ -80,7 +79,8 @@ def precompile(configs: Iterable[ld.DecodeConfig], M: int, rank: int) -> None:
     jobs = set()
     for c in configs:
         warps = c.shrink_warps if rank else ld.QUANTISE_WARPS
-        jobs.add(("prologue", tuple(ld.prologue_macros(False, warps, M).items()), warps * 32))
+        if not c.fused:
+            jobs.add(("prologue", tuple(ld.prologue_macros(False, warps, M).items()), warps * 32))
         jobs.add(("gemm", tuple(ld.gemm_macros(False, c, M, rank).items()), ld.gemm_threads(c, rank)))
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda job: ld._kernel(*job, 0), jobs))
@@ -122,57 +122,66 @@ def error_of(config: ld.DecodeConfig, data: ProjectionData, slots, workspace, tr
 def search_layer(
     layers: list[list[ProjectionData]], slots, adapters: int, workspace, rank: int, replays: int = 7
 ) -> tuple[list[ld.DecodeConfig], list[str]]:
-    """The fastest configuration found for each projection of the layer, and lines that tell how."""
+    """The fastest configuration found for each projection of the layer, and lines that tell how. slots None, rank 0: no adapter."""
     M = layers[0][0].x.shape[0]
     lists = [candidates(d.shape, M, rank, adapters) for d in layers[0]]
     precompile(itertools.chain.from_iterable(lists), M, rank)
     lines, kept = [], []
-    for i, configs in enumerate(lists):
-        data = layers[0][i]
+
+    def correct(i: int, configs: Iterable[ld.DecodeConfig]) -> list[ld.DecodeConfig]:
         good = []
         for c in configs:
-            error = error_of(c, data, slots, workspace)
-            if error > MAX_ERROR:
-                lines.append(f"REJECTED {data.shape.name} M={M} error {error:.1e} {short(c)}")
-            else:
+            error = error_of(c, layers[0][i], slots, workspace, tries=2)
+            if error <= MAX_ERROR:
                 good.append(c)
+            else:
+                lines.append(f"REJECTED {layers[0][i].shape.name} M={M} error {error:.1e} {short(c)}")
+        return good
+
+    for i, configs in enumerate(lists):
         chain = [one[i] for one in layers]
+        good = correct(i, configs)
         graphs = {c: capture(lambda d, c=c: run_projection(d, c, slots, workspace), chain, warmups=1) for c in good}
         times = {c: statistics.median(t) for c, t in time_graphs(graphs, len(chain), replays).items()}
         order = sorted(times, key=times.__getitem__)
         lines.append(
-            f"M={M} {data.shape.name}: "
+            f"M={M} R={rank} {layers[0][i].shape.name}: "
             + "; ".join(f"{times[c]:.1f} {short(c)}" for c in order[:6])
             + f" ... {times[order[-1]]:.1f}"
         )
-        kept.append(order[:KEPT])
+        # The fastest of either kind: what runs fast alone need not do so between others.
+        kept.append(
+            list(
+                dict.fromkeys(order[:KEPT] + [c for c in order if c.fused][:2] + [c for c in order if not c.fused][:2])
+            )
+        )
     best = [k[0] for k in kept]
 
     def improve(i: int, alternatives: list[ld.DecodeConfig]) -> None:
-        legal = [best[i]] + [
-            c
-            for c in alternatives
-            if c != best[i] and ld.is_legal(c, M, layers[0][i].shape.K, layers[0][i].shape.slices, rank)
-        ]
+        shape = layers[0][i].shape
+        legal = [c for c in alternatives if c != best[i] and ld.is_legal(c, M, shape.K, shape.slices, rank)]
+        if not legal:
+            return
         precompile(legal, M, rank)
-        legal = [c for c in legal if error_of(c, layers[0][i], slots, workspace, tries=2) <= MAX_ERROR]
+        legal = [best[i], *correct(i, legal)]
         graphs = {
             c: capture(layer_runner([*best[:i], c, *best[i + 1 :]], slots, workspace), layers, warmups=1) for c in legal
         }
         times = {c: statistics.median(t) for c, t in time_graphs(graphs, len(layers), replays).items()}
         best[i] = min(times, key=times.__getitem__)
 
-    for i in range(len(best)):
-        improve(i, kept[i])
+    for _ in range(2):
+        for i in range(len(best)):
+            improve(i, kept[i])
     for choice in range(3):
         for i, data in enumerate(layers[0]):
-            improve(i, variations(best[i], data.shape.K)[choice])
+            improve(i, variations(best[i], data.shape.K, rank)[choice])
     return best, lines
 
 
 def short(c: ld.DecodeConfig) -> str:
     """A configuration in a few characters."""
-    kind = "wg" if c.wgmma else "mma"
+    kind = "wg" if c.wgmma else f"fused{c.fused}" if c.fused else "mma"
     return f"{kind} {c.row_tiles}x{c.k_warps}/{c.stage_k} w{c.window_kib}/{c.shared_kib}{'e' if c.early else ''} s{c.shrink_splits}x{c.shrink_warps}"
 
 
@@ -210,27 +219,24 @@ def main() -> None:
         slots = token_slots(M, adapters, args.slots)
         layers = [[with_tokens(d, M) for d in one] for one in base]
         best, lines = search_layer(layers, slots, adapters, workspace, args.rank)
-        precompile(best, M, 0)
+        plain, more = search_layer(layers, None, 1, workspace, 0) if adapters == 1 else (best, [])
+        precompile(plain, M, 0)
         variants = {
             "adapter": layer_runner(best, slots, workspace),
-            "none": layer_runner(best, None, workspace),
+            "none": layer_runner(plain, None, workspace),
             "serial prologue": layer_runner(best, slots, workspace, overlap_previous=False),
-            "none, serial prologue": layer_runner(best, None, workspace, overlap_previous=False),
+            "none, serial prologue": layer_runner(plain, None, workspace, overlap_previous=False),
             "no PDL": layer_runner(best, slots, workspace, use_pdl=False),
         }
         graphs = {name: capture(fn, layers) for name, fn in variants.items()}
         times = {name: round(statistics.median(t), 2) for name, t in time_graphs(graphs, len(layers), 20).items()}
-        for shape, config in zip(layer, best, strict=True):
-            entry = {
-                "N": shape.N,
-                "K": shape.K,
-                "M": M,
-                "rank": args.rank,
-                "adapters": adapters,
-                "config": dataclasses.asdict(config),
-            }
-            same = ("N", "K", "M", "rank", "adapters")
-            table["entries"] = [e for e in table["entries"] if any(e[k] != entry[k] for k in same)] + [entry]
+        lines += more
+        found = [(shape, args.rank, config) for shape, config in zip(layer, best, strict=True)]
+        found += [(shape, 0, config) for shape, config in zip(layer, plain, strict=True) if adapters == 1]
+        for shape, rank, config in found:
+            entry = {"N": shape.N, "K": shape.K, "M": M, "rank": rank, "adapters": adapters}
+            table["entries"] = [e for e in table["entries"] if any(e[k] != entry[k] for k in entry)]
+            table["entries"].append(entry | {"config": dataclasses.asdict(config)})
         table.setdefault("layers", {})[f"{args.model}/M{M}/a{adapters}/s{args.slots}"] = times
         args.out.write_text(json.dumps(table, indent=1))
         for line in lines:
@@ -241,7 +247,9 @@ def main() -> None:
             + f"  ({time.time() - start:.0f} s)",
             flush=True,
         )
-        print("   chosen: " + " | ".join(f"{s.name} {short(c)}" for s, c in zip(layer, best, strict=True)), flush=True)
+        for name, configs in (("adapter", best), ("none", plain)):
+            chosen = " | ".join(f"{s.name} {short(c)}" for s, c in zip(layer, configs, strict=True))
+            print(f"   {name}: {chosen}", flush=True)
 
 
 if __name__ == "__main__":

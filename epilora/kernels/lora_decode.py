@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 32
 SHARED_BYTES = 227 * 1024  # a Hopper block's limit
-QUANTISE_WARPS = 16  # of a prologue block that only quantises
+QUANTISE_WARPS = 8  # of a prologue block that only quantises
 _tokens = itertools.count()  # names each launch pair, so that flags an interrupted call left behind match no other call
 _STATIC_SHARED = 2048  # barriers and token scales beside the dynamic part
 
@@ -56,7 +56,10 @@ class DecodeConfig:
     128 * k_warps). lora_warps: warps that do the up-projection. window_kib: weights a block has under way at most.
     wgmma: warpgroup MMAs (sm_90 only; k_warps counts warpgroups, at most 4 row tiles). early: start at the tokens' flags.
     shared_kib: shared memory of a GEMM block; the ring takes what the epilogue leaves. blocks_per_sm: of the GEMM, at most.
-    shrink_warps, shrink_splits: warps a shrink block and parts of K. shrink_groups: blocks that share the distinct adapters.
+    shrink_warps, shrink_splits: warps a shrink block and parts of K. shrink_groups: groups of blocks that share the distinct adapters;
+    0: as many as stay resident beside the GEMM.
+    fused: 0: two launches; n: one launch for up to 8 tokens, every block quantises all tokens for itself, n at a time; lora_warps do
+    the shrink too, and shrink_warps, shrink_groups, early do not count.
     """
 
     row_tiles: int = 2
@@ -71,6 +74,7 @@ class DecodeConfig:
     shrink_warps: int = 4
     shrink_splits: int = 4
     shrink_groups: int = 4
+    fused: int = 0
 
 
 def is_legal(
@@ -78,38 +82,45 @@ def is_legal(
 ) -> bool:
     """Whether the CUDA kernels can run a shape: 16-byte rows, slices of whole 16-row tiles, at least two ring stages."""
     rows_fit = K % 16 == 0 and all(n % 16 == 0 for n in slices) and rank % 8 == 0 and rank <= k1.MAX_RANK
-    warps = multiplying_warps(config) + 2
-    steps = config.stage_k % (128 * config.k_warps) == 0 and config.stage_k <= 4096
-    threads = warps + config.lora_warps <= 24 and config.lora_warps >= 1 and 1 <= config.shrink_warps <= 16
-    shape = config.row_tiles <= (4 if config.wgmma else 16)
+    c, warps = config, multiplying_warps(config) + 2 + config.lora_warps
+    steps = c.stage_k % (128 * c.k_warps) == 0 and c.stage_k <= 4096
+    threads = warps <= 24 and c.lora_warps >= 1 and 1 <= c.shrink_warps <= 16
+    shape = c.row_tiles <= (4 if c.wgmma else 16)
+    one_launch = not c.fused or (
+        M <= 8 and not c.wgmma and 1 <= c.fused <= multiplying_warps(c) and c.blocks_per_sm == 1
+    )
     return (
         rows_fit
         and steps
         and threads
         and shape
+        and one_launch
         and 1 <= M <= MAX_TOKENS
-        and num_stages(config, M, len(slices), rank, shared_limit) >= 2
+        and num_stages(config, M, len(slices), rank, shared_limit, K) >= 2
     )
 
 
-def num_stages(config: DecodeConfig, M: int, num_slices: int, rank: int, shared_limit: int) -> int:
+def num_stages(config: DecodeConfig, M: int, num_slices: int, rank: int, shared_limit: int, K: int) -> int:
     """Ring stages that fit beside the epilogue's buffers, at most 32."""
     budget = min(config.shared_kib * 1024, shared_limit) - _STATIC_SHARED
-    return min(32, (budget - _epilogue_bytes(config, M, num_slices, rank)) // _stage_bytes(config, M))
+    return min(32, (budget - _epilogue_bytes(config, M, num_slices, rank, K)) // _stage_bytes(config, M))
 
 
 def _stage_bytes(config: DecodeConfig, M: int) -> int:
-    return (config.row_tiles * 16 + _token_tiles(M) * 8) * config.stage_k
+    return (config.row_tiles * 16 + (0 if config.fused else _token_tiles(M) * 8)) * config.stage_k
 
 
 def _token_tiles(M: int) -> int:
     return 1 if M <= 8 else 2 if M <= 16 else 4
 
 
-def _epilogue_bytes(config: DecodeConfig, M: int, num_slices: int, rank: int) -> int:
+def _epilogue_bytes(config: DecodeConfig, M: int, num_slices: int, rank: int, K: int) -> int:
     tokens, rows = _token_tiles(M) * 8, config.row_tiles * 16
     lora = rows * tokens * 4 + num_slices * tokens * (-(-rank // 32) * 32 + 8) * 2 if rank else 0
-    return 1024 + config.k_warps * rows * tokens * 4 + 2 * rows * 4 + lora  # 1024: the ring is aligned to that
+    if rank and config.fused:
+        lora += config.lora_warps * tokens * 8 * 4  # the shrink's reduction
+    local = M * (-(-K // config.stage_k) * config.stage_k + 16) if config.fused else 0  # the tokens' codes
+    return 1024 + config.k_warps * rows * tokens * 4 + 2 * rows * 4 + lora + local  # 1024: the ring is aligned to that
 
 
 @functools.cache
@@ -125,25 +136,27 @@ def config_for(
     """The table's entry for this shape, else a stated default: 128 blocks of equal height where N allows it.
 
     M, N, K, R, L: tokens, out features, in features, rank (0: none), slots. device_name: as torch names the GPU.
-    distinct_adapters: how many adapters the batch is expected to hold (speed only); default: as many as there can be.
+    distinct_adapters: how many adapters the batch is expected to hold (speed only); None: one is expected, and blocks that would idle
+    share what others there are.
     An entry serves up to its number of tokens and adapters; beyond the largest, the largest serves.
     """
-    adapters = max(1, min(M, L, distinct_adapters or MAX_TOKENS))
-    same = [e for e in tuned_entries(device_name) if (e["N"], e["K"]) == (N, K)]
+    adapters = max(1, min(M, L, distinct_adapters or 1))
+    groups = 0 if distinct_adapters is None else adapters
+    same = [e for e in tuned_entries(device_name) if (e["N"], e["K"]) == (N, K) and (e["rank"] > 0 or R == 0)]
     if same:
         near = min((e["rank"] for e in same), key=lambda rank: abs(rank - R))
         enough = [e for e in same if e["rank"] == near and e["M"] >= min(M, max(x["M"] for x in same))]
         enough = [e for e in enough if e["M"] == min(x["M"] for x in enough)]
         best = min(enough, key=lambda e: (e["adapters"] < adapters, abs(e["adapters"] - adapters)))
-        tuned = dataclasses.replace(DecodeConfig(**best["config"]), shrink_groups=adapters)
-        if num_stages(tuned, M, MAX_SLICES, R, SHARED_BYTES) >= 2:  # a much larger rank may leave the ring no room
+        tuned = dataclasses.replace(DecodeConfig(**best["config"]), shrink_groups=groups)
+        if is_legal(tuned, M, K, [N] + [16] * (MAX_SLICES - 1), R):  # a much larger rank may leave the ring no room
             return tuned
     return DecodeConfig(
         row_tiles=3 if -(-N // 16) % 384 == 0 else 2,
         stage_k=512 if M > 16 else 1024,
-        shrink_warps=8 if K >= 8192 else 4,
+        shrink_warps=8,
         shrink_splits=6 if K >= 8192 else 4,
-        shrink_groups=adapters,
+        shrink_groups=groups,
     )
 
 
@@ -159,6 +172,9 @@ class DecodeWorkspace:
         self.scale = torch.zeros(MAX_TOKENS, dtype=torch.float32, device=device)
         self.h = torch.zeros(max(1, max_h), dtype=torch.float32, device=device)
         self.ready = torch.zeros(MAX_TOKENS + 1, dtype=torch.int32, device=device)
+        # Of the single launch: calls' numbers, and h as its blocks hand it to each other, every value beside its call's number.
+        self.calls = torch.zeros(2, dtype=torch.int32, device=device)
+        self.h_pairs = torch.zeros(max(1, max_h), dtype=torch.int64, device=device)
 
     @staticmethod
     def h_values(slices: int, rank: int, *, tokens: int = MAX_TOKENS, splits: int = 16) -> int:
@@ -172,6 +188,8 @@ class _Adapters(ctypes.Structure):
     _fields_ = [
         ("a", ctypes.c_void_p * 4),
         ("b", ctypes.c_void_p * 4),
+        ("a_scale", ctypes.c_void_p * 4),
+        ("b_scale", ctypes.c_void_p * 4),
         ("stride_al", ctypes.c_longlong),
         ("stride_ar", ctypes.c_longlong),
         ("stride_bl", ctypes.c_longlong * 4),
@@ -186,15 +204,20 @@ class _Adapters(ctypes.Structure):
     ]
 
 
-def prologue_macros(fp16: bool, warps: int, M: int) -> dict[str, int]:
+def prologue_macros(fp16: bool, warps: int, M: int, fp8_adapters: bool = False) -> dict[str, int]:
     """Macros of the prologue for M tokens."""
-    return {"DT_FP16": int(fp16), "WARPS": warps, "M_TILES": 1 if M <= 16 else 2, "HALVES": 1 if M <= 8 else 2}
+    return {"DT_FP16": int(fp16), "ADAPTERS8": int(fp8_adapters), "WARPS": warps, **_token_macros(M)}
 
 
-def gemm_macros(fp16: bool, config: DecodeConfig, M: int, rank: int) -> dict[str, int]:
+def _token_macros(M: int) -> dict[str, int]:
+    return {"M_TILES": 1 if M <= 16 else 2, "HALVES": 1 if M <= 8 else 2}
+
+
+def gemm_macros(fp16: bool, config: DecodeConfig, M: int, rank: int, fp8_adapters: bool = False) -> dict[str, int]:
     """Macros of the GEMM for M tokens; rank 0 means no adapters."""
     return {
         "DT_FP16": int(fp16),
+        "ADAPTERS8": int(fp8_adapters),
         "NT": _token_tiles(M),
         "TN": config.row_tiles,
         "WK": config.k_warps,
@@ -202,7 +225,9 @@ def gemm_macros(fp16: bool, config: DecodeConfig, M: int, rank: int) -> dict[str
         "RB": -(-rank // 32),
         "LW": config.lora_warps if rank else 0,
         "WGMMA": int(config.wgmma),
-        "EARLY": int(config.early),
+        "EARLY": int(config.early and not config.fused),
+        "FUSED": config.fused,
+        **_token_macros(M),
     }
 
 
@@ -281,7 +306,7 @@ def lora_decode(
     """One projection of a decode batch, with or without adapters.
 
     x: [M, K] bf16 or fp16, 1 <= M <= 32 (0 returns at once). weight: FP8 operand [N, K] contiguous, scale per tensor or channel.
-    lora_a, lora_b: one operand per slice, [L, R, K] and [L, N_s, R] in x's dtype (FP8 with row scales: Triton only); empty: no adapters.
+    lora_a, lora_b: one operand per slice, [L, R, K] and [L, N_s, R] in x's dtype or FP8 with row scales; empty: no adapters.
     token_lora_indices: [>= M] int32; entries outside 0 .. L-1 (stale, padded) mean none. active_lora_ids: see `lora_shrink`.
     bias: [N] in x's dtype. out: [M, N] in x's dtype. workspace: shared scratch, see `DecodeWorkspace`.
     config, distinct_adapters: launch configuration, or the number of adapters to choose one for; see `config_for`.
@@ -392,8 +417,8 @@ def _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank) -> st
         return (
             f"M={M}, K={K}, slices={slices}, rank={rank} with {config} is not legal (K and slices in 16s, rank in 8s)"
         )
-    if any(o.scales is not None for o in (*lora_a, *lora_b)):
-        return "adapters are stored in FP8"
+    if len({o.scales is None for o in (*lora_a, *lora_b)}) > 1:
+        return "lora_a and lora_b are stored in different formats"
     aligned = [x, y, weight.values, *(o.values for o in (*lora_a, *lora_b))]
     if any(t.data_ptr() % 16 for t in aligned) or x.stride(0) % 8 or y.stride(0) % 2:
         return "a tensor does not start at a 16-byte boundary, or x's rows are not 16 bytes apart"
@@ -439,7 +464,7 @@ def _launch_cuda(
     N = weight.values.shape[0]
     has_lora = len(lora_a) > 0
     rank = lora_a[0].values.shape[1] if has_lora else 0
-    fp16 = x.dtype == torch.float16
+    fp16, fp8_adapters = x.dtype == torch.float16, has_lora and lora_a[0].scales is not None
     index = x.device.index or 0
     _, num_sms, limit = _device_facts(index)
     splits = config.shrink_splits if has_lora else 1
@@ -458,6 +483,9 @@ def _launch_cuda(
     ad = _Adapters()
     if has_lora:
         a, b = [o.values for o in lora_a], [o.values for o in lora_b]
+        if fp8_adapters:
+            ad.a_scale[:] = [o.scales.data_ptr() for o in pad4(list(lora_a))]
+            ad.b_scale[:] = [o.scales.data_ptr() for o in pad4(list(lora_b))]
         ad.a[:] = [t.data_ptr() for t in pad4(a)]
         ad.b[:] = [t.data_ptr() for t in pad4(b)]
         ad.stride_al, ad.stride_ar = a[0].stride(0), a[0].stride(1)
@@ -471,46 +499,53 @@ def _launch_cuda(
         ad.slice_end[:] = pad4(ends)
     p, i32, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     codes, scale, h = p(workspace.codes.data_ptr()), p(workspace.scale.data_ptr()), p(workspace.h.data_ptr())
-    ready, token = p(workspace.ready.data_ptr()), ctypes.c_uint(next(_tokens) % 0x7FFFFFFF + 1)
-    groups = config.shrink_groups
-    shrink_blocks = splits * len(lora_a) * -(-rank // 8) * groups
-    warps = config.shrink_warps if has_lora else QUANTISE_WARPS
-    prologue = _kernel("prologue", tuple(prologue_macros(fp16, warps, M).items()), warps * 32, index)
-    prologue.launch(
-        M + shrink_blocks,
-        [
-            p(x.data_ptr()),
-            i64(x.stride(0)),
-            i32(M),
-            i32(K),
-            codes,
-            scale,
-            h,
-            ad,
-            i32(M),
-            i32(splits),
-            i32(groups),
-            ready,
-            token,
-        ],
-        dependent=use_pdl and overlap_previous,
+    ready, token = workspace.calls if config.fused else workspace.ready, ctypes.c_uint(0)
+    x_args = [p(x.data_ptr()), i64(x.stride(0))]
+    if not config.fused:
+        token = ctypes.c_uint(next(_tokens) % 0x7FFFFFFF + 1)
+        one_group = splits * len(lora_a) * -(-rank // 8)
+        most = min(M, lora_a[0].values.shape[0]) if has_lora else 1
+        groups = config.shrink_groups or max(1, min(most, (num_sms - M) // max(1, one_group)))
+        shrink_blocks = one_group * groups
+        warps = config.shrink_warps if has_lora else QUANTISE_WARPS
+        prologue = _kernel("prologue", tuple(prologue_macros(fp16, warps, M, fp8_adapters).items()), warps * 32, index)
+        prologue.launch(
+            M + shrink_blocks,
+            [
+                *x_args,
+                i32(M),
+                i32(K),
+                codes,
+                scale,
+                h,
+                ad,
+                i32(M),
+                i32(splits),
+                i32(groups),
+                p(ready.data_ptr()),
+                token,
+            ],
+            dependent=use_pdl and overlap_previous,
+        )
+    gemm = _kernel(
+        "gemm", tuple(gemm_macros(fp16, config, M, rank, fp8_adapters).items()), gemm_threads(config, rank), index
     )
-    gemm = _kernel("gemm", tuple(gemm_macros(fp16, config, M, rank).items()), gemm_threads(config, rank), index)
-    stages = num_stages(config, M, len(slices), rank, limit)
-    rows = config.row_tiles * 16
+    stages = num_stages(config, M, len(slices), rank, limit, K)
+    rows, tokens = config.row_tiles * 16, _token_tiles(M) * 8
     window = max(1, min(stages, config.window_kib * 1024 // (rows * config.stage_k)))
     tiles = -(-N // rows)
     rounds = -(-tiles // (num_sms * config.blocks_per_sm))
     w_map, deep = driver.byte_matrix_map(weight.values.data_ptr(), N, K, rows, config.stage_k)
     # Rows past M hold old codes: their columns are never stored. Rows outside a tensor would be slower to copy than real ones.
-    tokens = _token_tiles(M) * 8
     x_map, _ = driver.byte_matrix_map(workspace.codes.data_ptr(), tokens, K, tokens, config.stage_k)
+    dependent = use_pdl and (overlap_previous or not config.fused)
     gemm.launch(
         -(-tiles // rounds),
         [
             w_map.value, x_map.value, i32(int(deep)), scale, p(weight.scales.data_ptr()), i32(int(weight.axis is ScaleAxis.CHANNEL)),
-            p(0 if bias is None else bias.data_ptr()), h, i32(splits), ad, p(y.data_ptr()), i64(y.stride(0)), i32(M), i32(N), i32(K), i32(stages), i32(window), ready, token,
+            p(0 if bias is None else bias.data_ptr()), h, i32(splits), ad, p(y.data_ptr()), i64(y.stride(0)), i32(M), i32(N), i32(K),
+            i32(stages), i32(window), p(ready.data_ptr()), token, *x_args, p(workspace.h_pairs.data_ptr()), i32(int(dependent)),
         ],
-        shared_bytes=stages * _stage_bytes(config, M) + _epilogue_bytes(config, M, len(slices), rank),
-        dependent=use_pdl,
+        shared_bytes=stages * _stage_bytes(config, M) + _epilogue_bytes(config, M, len(slices), rank, K),
+        dependent=dependent,
     )  # fmt: skip

@@ -39,6 +39,7 @@ def test_triton_kernels_compile(cc):
 
 
 MMA, WGMMA = ld.DecodeConfig(), ld.DecodeConfig(k_warps=1, wgmma=True)
+FUSED = ld.DecodeConfig(stage_k=512, fused=1)
 # name -> (kernel's macros, threads a block); the same for one token and for the widest case
 CUDA_KERNELS = {
     "prologue_1": (ld.prologue_macros(False, 4, 1), 128),
@@ -47,12 +48,15 @@ CUDA_KERNELS = {
     "gemm_1": (ld.gemm_macros(False, MMA, 1, 64), ld.gemm_threads(MMA, 64)),
     "gemm_32_r256": (ld.gemm_macros(False, MMA, 32, 256), ld.gemm_threads(MMA, 256)),
     "gemm_16_base_fp16": (ld.gemm_macros(True, MMA, 16, 0), ld.gemm_threads(MMA, 0)),
+    "gemm_1_fused": (ld.gemm_macros(False, FUSED, 1, 64), ld.gemm_threads(FUSED, 64)),
+    "gemm_4_fused_fp8_adapters": (ld.gemm_macros(False, FUSED, 4, 64, True), ld.gemm_threads(FUSED, 64)),
+    "prologue_16_fp8_adapters": (ld.prologue_macros(False, 8, 16, True), 256),
     "gemm_16_wgmma": (ld.gemm_macros(False, WGMMA, 16, 64), ld.gemm_threads(WGMMA, 64)),
 }
 
 
 # The other targets compile fewer, to save minutes; warpgroup MMAs exist on sm_90 only.
-ELSEWHERE = {"prologue_1", "gemm_1", "gemm_32_r256"}
+ELSEWHERE = {"prologue_1", "gemm_1", "gemm_1_fused"}
 
 
 @pytest.mark.timeout(600)
@@ -68,6 +72,27 @@ def test_cuda_kernels_compile(arch):
         assert cubin[:4] == b"\x7fELF"
         assert found["registers"] * threads <= 65536, (name, found)
         assert found["spill_bytes"] <= 256, (name, found)
+
+
+def test_a_prologue_block_fits_beside_a_gemm_block():
+    """Blocks of the next prologue must be resident while a GEMM runs: registers, threads and shared memory of both together."""
+    _, log = driver.compile_cubin("decode.cu", ld.prologue_macros(False, 8, 1), "sm_90")
+    prologue = driver.resources(log)["registers"] * 256
+    for name in ("gemm_1", "gemm_16_wgmma"):
+        macros, threads = CUDA_KERNELS[name]
+        _, log = driver.compile_cubin("decode.cu", macros, "sm_90a")
+        assert driver.resources(log)["registers"] * threads + prologue <= 65536, name
+
+
+def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPILORA_KERNEL_CACHE", str(tmp_path))
+    macros = ld.prologue_macros(False, 4, 1)
+    first, log = driver.cached_cubin("decode.cu", macros, "sm_90")
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(driver, "compile_cubin", lambda *_: pytest.fail("compiled again"))
+    assert driver.cached_cubin("decode.cu", macros, "sm_90") == (first, log)
+    with pytest.raises(pytest.fail.Exception, match="compiled again"):
+        driver.cached_cubin("decode.cu", macros | {"DT_FP16": 1}, "sm_90")
 
 
 def test_cuda_compile_error_tells_what_and_where():

@@ -110,9 +110,11 @@ def test_lora_decode_strided_input_and_output(device, dtype):
     assert torch.isnan(out[:, :32]).all()
 
 
-def test_lora_decode_fp8_adapters(device, dtype):
-    p = problem(3, 128, (32, 16), 16, 3, kind="distinct", dtype=dtype, device=device, fp8=True)
-    y = lora_decode(p.x, p.weight, *p.lora, workspace=workspace(device, 128, p))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("M", "K", "widths", "R"), [(3, 128, (32, 16), 16), (17, 272, (48, 64, 16), 40)], ids=str)
+def test_lora_decode_fp8_adapters(M, K, widths, R, implementation, device, dtype):
+    p = problem(M, K, widths, R, 3, kind="mixed", dtype=dtype, device=device, fp8=True)
+    y = lora_decode(p.x, p.weight, *p.lora, workspace=workspace(device, K, p), implementation=implementation)
     assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
 
 
@@ -156,13 +158,16 @@ def test_config_for_takes_the_nearest_entry_of_the_table():
     entries = tuned_entries(gpu)
     assert {e["M"] for e in entries} == {1, 4, 8, 16, 32}
     one = config_for(1, 6144, 4096, 64, 8, device_name=gpu)
-    listed = [e["config"] for e in entries if (e["N"], e["K"], e["M"]) == (6144, 4096, 1)]
-    assert dataclasses.asdict(one) == listed[0]
+    listed = [e["config"] for e in entries if (e["N"], e["K"], e["M"], e["rank"]) == (6144, 4096, 1, 64)]
+    assert one == dataclasses.replace(DecodeConfig(**listed[0]), shrink_groups=0)  # the caller does not know
     assert config_for(3, 6144, 4096, 64, 8, device_name=gpu, distinct_adapters=2).shrink_groups == 2
-    many = config_for(20, 24576, 4096, 64, 32, device_name=gpu)
+    many = config_for(20, 24576, 4096, 64, 32, device_name=gpu, distinct_adapters=20)
     few = config_for(20, 24576, 4096, 64, 32, device_name=gpu, distinct_adapters=1)
     assert (many.shrink_groups, few.shrink_groups) == (20, 1)
     assert dataclasses.replace(many, shrink_groups=1) != few
+    assert config_for(20, 24576, 4096, 64, 32, device_name=gpu) == dataclasses.replace(few, shrink_groups=0)
+    # Entries without adapters serve launches without adapters only; a small rank takes the nearest rank's entry.
+    assert config_for(1, 6144, 4096, 16, 8, device_name=gpu) == one
     assert config_for(1, 6144, 4096, 64, 8, device_name="another GPU") == config_for(1, 6144, 4096, 64, 8)
     for entry in entries:
         assert is_legal(DecodeConfig(**entry["config"]), entry["M"], entry["K"], [entry["N"]], entry["rank"]), entry
@@ -176,7 +181,13 @@ def test_is_legal_refuses():
     assert not is_legal(config, 1, 4096, [4090], 64)
     assert not is_legal(config, 1, 4096, [4096], 12)
     assert not is_legal(DecodeConfig(stage_k=512, k_warps=16), 1, 4096, [4096], 64)
-    assert num_stages(config, 16, 1, 64, 99 * 1024) < num_stages(config, 16, 1, 64, 227 * 1024)
+    assert num_stages(config, 16, 1, 64, 99 * 1024, 4096) < num_stages(config, 16, 1, 64, 227 * 1024, 4096)
+    fused = DecodeConfig(fused=1)
+    assert is_legal(fused, 8, 4096, [4096], 64)
+    assert not is_legal(fused, 9, 4096, [4096], 64)
+    assert not is_legal(dataclasses.replace(fused, wgmma=True), 1, 4096, [4096], 64)
+    assert not is_legal(dataclasses.replace(fused, fused=9), 8, 4096, [4096], 64)  # more groups than multiplying warps
+    assert num_stages(fused, 1, 1, 64, 227 * 1024, 12288) < num_stages(fused, 1, 1, 64, 227 * 1024, 4096)
 
 
 CONFIGS = [
@@ -186,13 +197,26 @@ CONFIGS = [
     DecodeConfig(2, 2, 512, wgmma=True),
     DecodeConfig(3, 1, 512, wgmma=True, early=False, lora_warps=8),
     DecodeConfig(4, 2, 1024, wgmma=True, window_kib=200),
+    DecodeConfig(2, 4, 512, fused=1),
+    DecodeConfig(4, 2, 512, fused=4, lora_warps=8),
 ]
+REPEATED = [(1, 4096, 64), (8, 4096, 64), (9, 1104, 16), (32, 4096, 256)]
+
+
+def legal_somewhere(config):
+    return [shape for shape in REPEATED if is_legal(config, shape[0], shape[1], (512, 128, 64), shape[2])]
+
+
+def test_every_repeated_config_is_legal_for_some_shape():
+    for config in CONFIGS:
+        assert legal_somewhere(config), config
 
 
 @pytest.mark.gpu
 @pytest.mark.sm90
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize(("M", "K", "R"), [(1, 4096, 64), (9, 1104, 16), (32, 4096, 256)])
+@pytest.mark.parametrize(
+    ("M", "K", "R", "config"), [(*shape, c) for c in CONFIGS for shape in legal_somewhere(c)], ids=str
+)
 def test_lora_decode_configs_repeat_their_bits(M, K, R, config):
     """Up-projections that end after the main loop once met a barrier in parts: many calls, one answer."""
     device, dtype = torch.device("cuda", 0), torch.bfloat16
@@ -242,6 +266,35 @@ def test_lora_decode_captured_replays_follow_changed_slots():
         expected = lora_decode(p.x, p.weight, *p.lora, workspace=ws, use_pdl=False)
         assert torch.equal(y, expected), round_index
         assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [DecodeConfig(2, 4, 512), DecodeConfig(2, 4, 512, fused=4)], ids=str)
+def test_lora_decode_sees_slots_written_by_the_kernel_before_it(config):
+    """Slots are read early as a guess; a copy right before the call makes the guess wrong."""
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    p = problem(4, 1024, (512,), 64, 4, kind="distinct", dtype=dtype, device=device)
+    ws = workspace(device, 1024, p)
+    lists = [[0, 1, 2, 3], [3, 3, -1, 0], [-1, -1, -1, -1], [2, 2, 2, 2]]
+    lists = [torch.tensor(v, dtype=torch.int32, device=device) for v in lists]
+    expected = []
+    for slots in lists:
+        p.slots.copy_(slots)
+        y = lora_decode(p.x, p.weight, *p.lora, workspace=ws, config=config, implementation="cuda", use_pdl=False)
+        assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
+        expected.append(y)
+    outs = [torch.empty_like(expected[0]) for _ in range(12)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i, out in enumerate(outs):
+            p.slots.copy_(lists[i % 4])
+            lora_decode(p.x, p.weight, *p.lora, workspace=ws, out=out, config=config, implementation="cuda")
+    for _ in range(50):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for i, out in enumerate(outs):
+            assert torch.equal(out, expected[i % 4]), i
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Compile CUDA C++ at run time and launch it with launch attributes, through ctypes: no build step, no extra dependency.
 
 Source is compiled by NVRTC (it comes with CUDA builds of torch) or, where that library is absent, by `nvcc` on the PATH.
+What was compiled is kept on disk (`cache_folder`), since an engine needs dozens of variants at start, seconds each.
 Kernels are launched by `cuLaunchKernelEx` on torch's current stream and context, which CUDA graph capture records.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import hashlib
+import logging
 import os
 import pathlib
 import re
@@ -19,6 +22,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+logger = logging.getLogger(__name__)
 _HERE = pathlib.Path(__file__).parent
 _ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -75,13 +79,57 @@ def compiler_name() -> str | None:
     return "nvcc" if shutil.which("nvcc") else None
 
 
+def cache_folder() -> pathlib.Path:
+    """Where compiled kernels are kept: $EPILORA_KERNEL_CACHE, else `epilora/kernels` in the user's cache folder."""
+    named = os.environ.get("EPILORA_KERNEL_CACHE")
+    if named:
+        return pathlib.Path(named)
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "epilora" / "kernels"
+
+
+@functools.cache
+def _compiler_version() -> str:
+    lib = _nvrtc()
+    if lib is None:
+        return subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"nvrtc {major.value}.{minor.value}"
+
+
+def cached_cubin(file_name: str, macros: Mapping[str, int], arch: str) -> tuple[bytes, str]:
+    """`compile_cubin`, from the disk where the same source, macros, architecture and compiler were compiled before.
+
+    Processes may race: each writes a file of its own and renames it. A cache that cannot be written is not an error.
+    """
+    if compiler_name() is None:
+        return compile_cubin(file_name, macros, arch)  # raises, and says what is missing
+    named = repr((_with_includes(file_name, set()), sorted(macros.items()), arch, _compiler_version()))
+    path = cache_folder() / f"{pathlib.Path(file_name).stem}-{hashlib.sha256(named.encode()).hexdigest()[:32]}"
+    binary, log = path.with_suffix(".cubin"), path.with_suffix(".log")
+    if binary.exists() and log.exists():
+        return binary.read_bytes(), log.read_text()
+    found = compile_cubin(file_name, macros, arch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for target, content in ((log, found[1].encode()), (binary, found[0])):
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as whole:
+                whole.write(content)
+            os.replace(whole.name, target)
+    except OSError as err:
+        logger.warning(
+            "compiled kernels are not kept: %s (set EPILORA_KERNEL_CACHE to a folder that can be written)", err
+        )
+    return found
+
+
 def compile_cubin(file_name: str, macros: Mapping[str, int], arch: str) -> tuple[bytes, str]:
     """Compile a source file of this folder.
 
     file_name: e.g. `decode.cu`. macros: preprocessor definitions. arch: e.g. `sm_90`.
     Returns (cubin, log); the log has ptxas' registers and spills. Raises CudaError when no compiler is found or it fails.
     """
-    source = (_HERE / file_name).read_text()
+    source = _with_includes(file_name, set())
     defines = [f"-D{name}={value}" for name, value in sorted(macros.items())]
     lib = _nvrtc()
     if lib is not None:
@@ -92,24 +140,35 @@ def compile_cubin(file_name: str, macros: Mapping[str, int], arch: str) -> tuple
             "no CUDA compiler: neither libnvrtc (part of CUDA builds of torch) nor nvcc was found; use implementation='triton'"
         )
     with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder) / "out.cubin"
+        out, whole = pathlib.Path(folder) / "out.cubin", pathlib.Path(folder) / file_name
+        whole.write_text(source)
         target = f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"
         command = [
             nvcc,
             "-cubin",
             target,
             "-std=c++17",
+            "-lineinfo",
             "-Xptxas",
             "-v",
             *defines,
             "-o",
             str(out),
-            str(_HERE / file_name),
+            str(whole),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CudaError(f"nvcc failed on {file_name} {defines} {arch}: {done.stdout}{done.stderr}")
         return out.read_bytes(), done.stdout + done.stderr
+
+
+def _with_includes(file_name: str, seen: set[str]) -> str:
+    """A source file of this folder with every `#include "..."` of another one replaced by its text, once each."""
+    if file_name in seen:
+        return ""
+    seen.add(file_name)
+    text = (_HERE / file_name).read_text().replace("#pragma once\n", "")
+    return re.sub(r'^#include "(.+)"$', lambda found: _with_includes(found.group(1), seen), text, flags=re.MULTILINE)
 
 
 def _compile_nvrtc(
@@ -133,7 +192,7 @@ def _compile_nvrtc(
 
     call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), file_name.encode(), 0, None, None)
     try:
-        options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", *defines]
+        options = [f"--gpu-architecture={arch}", "--std=c++17", "--ptxas-options=-v", "--generate-line-info", *defines]
         array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
         call("nvrtcCompileProgram", program, len(options), array)
         size = ctypes.c_size_t()
@@ -227,7 +286,7 @@ class Kernel:
     ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         # warpgroup instructions exist for exactly one architecture, whose name ends in "a"
-        cubin, self.log = compile_cubin(file_name, macros, f"sm_{major}{minor}" + ("a" if macros.get("WGMMA") else ""))
+        cubin, self.log = cached_cubin(file_name, macros, f"sm_{major}{minor}" + ("a" if macros.get("WGMMA") else ""))
         self.num_threads = num_threads
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _make_context_current(device.index or 0)
@@ -238,6 +297,18 @@ class Kernel:
         )
         self._shared_limit = 48 * 1024
         self._attribute = _Attribute(_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1, b"")
+
+    def read_global(self, name: str, num_bytes: int) -> bytes:
+        """The contents of a `__device__` variable, after everything launched before has ended. Raises CudaError."""
+        address, size = ctypes.c_void_p(), ctypes.c_size_t()
+        _check(
+            _driver().cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self._module, name.encode()),
+            f"cuModuleGetGlobal({name})",
+        )
+        out = ctypes.create_string_buffer(min(num_bytes, size.value))
+        torch.cuda.synchronize()
+        _check(_driver().cuMemcpyDtoH_v2(out, address, ctypes.c_size_t(len(out.raw))), f"cuMemcpyDtoH({name})")
+        return out.raw
 
     def launch(
         self,

@@ -166,18 +166,10 @@ class AdapterDraft:
 
 @dataclass(frozen=True)
 class DraftReceipt:
-    """Proof of what an engine holds of a draft.
-
-    slot, readback_digest, expected_digest, modules, base_modules: as in LoadReceipt. source_digest: of the tensors the
-    engine read (`epilora.adapters.digest.weights_digest` of their PEFT names); the version that seals the draft must
-    have the same.
-    """
+    """A draft is in a slot: it can be sampled from. It is checked when a version seals it. Fields as in LoadReceipt."""
 
     draft_id: str
     slot: int
-    readback_digest: str
-    expected_digest: str
-    source_digest: str
     modules: int
     base_modules: int
     load_ms: float

@@ -358,13 +358,13 @@ class VllmEngine:
         check_base(f"draft {draft.draft_id}", draft.base_digest, self._info.base_digest)
         return await self._call(lambda: self._residents.load_draft(draft, tensors))
 
-    async def seal_draft(self, draft_id: str, version: AdapterVersion, source_digest: str) -> LoadReceipt:
+    async def seal_draft(self, draft_id: str, version: AdapterVersion, folded_digest: str) -> LoadReceipt:
         """A draft's content is durable as `version`: it goes by the version's digest from now on, and by its own id.
 
-        source_digest: `epilora.adapters.digest.weights_digest` of the version's tensors, computed from what was stored.
-        Raises AdapterNotFound; AdapterRejected if it is not what the engine read (the draft is unloaded).
+        folded_digest: of the version's tensors, computed from what was stored (`epilora.adapters.fold`). The slot is read
+        back. Raises AdapterNotFound; AdapterRejected if it is not what the engine read (the draft is unloaded).
         """
-        return await self._call(lambda: self._residents.seal(draft_id, version, source_digest))
+        return await self._call(lambda: self._residents.seal(draft_id, version, folded_digest))
 
     async def unload_adapter(self, digest: str) -> None:
         """Free the slot once no live request uses it; new requests no longer find it. Raises AdapterNotFound."""

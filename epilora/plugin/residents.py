@@ -64,57 +64,62 @@ class Residents:
 
         Raises AdapterRejected, NoFreeSlot; nothing a request could see has changed then.
         """
+        began = time.perf_counter()
         with self._lock:
             known = self._receipts.get(version.digest)
-        placed = self._place(
-            version.digest,
-            version.ref,
-            version.kv_namespace,
-            config_of(version.spec, version.base_model),
-            dict(tensors),
-        )
+        config = config_of(version.spec, version.base_model)
+        placed = self._place(version.digest, version.ref, config, dict(tensors))
         if placed is None:
             assert isinstance(known, LoadReceipt), "a loaded version has its receipt"
             return known
-        receipt = LoadReceipt(digest=version.digest, **placed)
-        with self._lock:
-            self._receipts[version.digest] = receipt
+        int_id, facts = placed
+        read = self._verify(version.ref, int_id)
+        load_ms = (time.perf_counter() - began) * 1e3
+        receipt = LoadReceipt(
+            version.digest, readback_digest=read[0], expected_digest=read[1], load_ms=load_ms, **facts
+        )
+        self._commit(version.digest, int_id, version.kv_namespace, receipt)
         return receipt
 
     def load_draft(self, draft: AdapterDraft, tensors: DeviceTensors) -> DraftReceipt:
-        """Put what a trainer on this GPU handed over into a slot and read it back. Raises as `load`, ValueError if the
-        draft is here already.
+        """Put what a trainer on this GPU handed over into a slot. Raises as `load`, ValueError if the draft's id was used.
+
+        The slot is read back when the draft is sealed: a draft is sampled from before that.
         """
+        began = time.perf_counter()
+        key = draft.draft_id
         with self._lock:
-            if draft.draft_id in self._namespaces or draft.draft_id in self._sealed:
-                raise ValueError(f"draft {draft.draft_id!r} is loaded already; every content needs an id of its own")
-        config = config_of(draft.spec, draft.base_model)
-        placed = self._place(draft.draft_id, f"draft {draft.draft_id}", draft.kv_namespace, config, tensors)
+            if key in self._namespaces or key in self._sealed:
+                raise ValueError(f"draft {key!r} is loaded already; every content needs an id of its own")
+        placed = self._place(key, f"draft {key}", config_of(draft.spec, draft.base_model), tensors)
         assert placed is not None, "no slot has the id of a new draft"
-        source = self._rpc("epilora_source_digest", tensors)
-        receipt = DraftReceipt(draft_id=draft.draft_id, source_digest=source, **placed)
-        with self._lock:
-            self._receipts[draft.draft_id] = receipt
+        int_id, facts = placed
+        receipt = DraftReceipt(key, load_ms=(time.perf_counter() - began) * 1e3, **facts)
+        self._commit(key, int_id, draft.kv_namespace, receipt)
         return receipt
 
-    def seal(self, draft_id: str, version: AdapterVersion, source_digest: str) -> LoadReceipt:
+    def seal(self, draft_id: str, version: AdapterVersion, folded_digest: str) -> LoadReceipt:
         """The draft has become a version: requests find it by the version's digest too.
 
-        source_digest: `weights_digest` of the version's tensors. Raises AdapterNotFound, AdapterRejected if the engine
-        read other tensors (the draft leaves then). If the version is loaded already, the draft leaves and its id means
-        that version.
+        folded_digest: of the version's tensors (`adapters.fold`). Raises AdapterNotFound; AdapterRejected if the engine
+        read other tensors or the slot holds others (the draft leaves then). If the version is loaded already, the draft
+        leaves and its id means that version.
         """
         with self._lock:
-            self._slots.int_id(draft_id)
+            int_id = self._slots.int_id(draft_id)
             draft = self._receipts[draft_id]
             assert isinstance(draft, DraftReceipt), "a draft has its receipt"
             known = self._receipts.get(version.digest)
-        if draft.source_digest != source_digest:
+        try:
+            readback, expected, folded = self._verify(f"draft {draft_id}", int_id)
+            if folded != folded_digest:
+                raise AdapterRejected(
+                    f"adapter {version.ref}: its tensors fold to {folded_digest[:12]}, the engine read {folded[:12]} as"
+                    f" draft {draft_id}: they changed while they were handed over"
+                )
+        except AdapterRejected:
             self.unload(draft_id)
-            raise AdapterRejected(
-                f"adapter {version.ref}: its tensors have digest {source_digest[:12]}, the engine read"
-                f" {draft.source_digest[:12]} as draft {draft_id}: they changed while they were handed over"
-            )
+            raise
         if isinstance(known, LoadReceipt):
             with self._lock:
                 leaving = self._slots.unload(draft_id)
@@ -123,13 +128,7 @@ class Residents:
             self.unload_ids(leaving)
             return known
         receipt = LoadReceipt(
-            version.digest,
-            draft.slot,
-            draft.readback_digest,
-            draft.expected_digest,
-            draft.modules,
-            draft.base_modules,
-            draft.load_ms,
+            version.digest, draft.slot, readback, expected, draft.modules, draft.base_modules, draft.load_ms
         )
         with self._lock:
             self._slots.rename(draft_id, version.digest)
@@ -140,27 +139,29 @@ class Residents:
         return receipt
 
     def _place(
-        self, key: str, what: str, namespace: str, config: dict[str, Any], tensors: dict[str, Any] | DeviceTensors
-    ) -> dict[str, Any] | None:
-        """Check, make room, fill the slot, read it back: the receipt's fields; None if `key` is loaded already."""
-        began = time.perf_counter()
+        self, key: str, what: str, config: dict[str, Any], tensors: dict[str, Any] | DeviceTensors
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Check, make room, fill the slot: (adapter id, receipt's fields); None if `key` is loaded already."""
         self._rpc("epilora_stage_adapter", what, config, tensors)  # before anything makes room for it
         with self._lock:
             int_id, leaving = self._slots.reserve(key)
             if int_id is None:
                 return None
-        self.unload_ids(leaving)
-        expected = self._rpc("epilora_staged_digest")
-        placed = self._rpc("epilora_place_adapter", int_id)
-        found = self._rpc("epilora_read_slot_digest", placed["slot"])
-        if found != expected:
+        self.unload_ids(leaving, refill=True)
+        return int_id, self._rpc("epilora_place_adapter", int_id)
+
+    def _verify(self, what: str, int_id: int) -> tuple[str, str, str]:
+        """(what the slot holds, what it should hold, folded digest). Raises AdapterRejected if the first two differ."""
+        read = self._rpc("epilora_verify_adapter", int_id)
+        if read["readback_digest"] != read["expected_digest"]:
             self._rpc("epilora_unload_adapter", int_id)
-            raise AdapterRejected(f"adapter {what}: slot {placed['slot']} reads back other bytes than were loaded")
+            raise AdapterRejected(f"adapter {what}: its slot reads back other bytes than were loaded")
+        return read["readback_digest"], read["expected_digest"], read["folded_digest"]
+
+    def _commit(self, key: str, int_id: int, namespace: str, receipt: LoadReceipt | DraftReceipt) -> None:
         with self._lock:
             self._slots.commit(key, int_id)
-            self._namespaces[key] = namespace
-        load_ms = (time.perf_counter() - began) * 1e3
-        return {**placed, "readback_digest": found, "expected_digest": expected, "load_ms": load_ms}
+            self._namespaces[key], self._receipts[key] = namespace, receipt
 
     def unload(self, digest: str) -> None:
         """Free the slot once no live request uses it. Raises AdapterNotFound."""
@@ -168,10 +169,10 @@ class Residents:
             leaving = self._slots.unload(self._sealed.get(digest, digest))
         self.unload_ids(leaving)
 
-    def unload_ids(self, int_ids: Sequence[int]) -> None:
-        """Take these adapters out of the engine and forget what is no longer here."""
+    def unload_ids(self, int_ids: Sequence[int], *, refill: bool = False) -> None:
+        """Take these adapters out of the engine and forget what is no longer here. refill: another takes the slot now."""
         for int_id in int_ids:
-            self._rpc("epilora_unload_adapter", int_id)
+            self._rpc("epilora_unload_adapter", int_id, refill)
         with self._lock:
             here = set(self._slots.loaded()) | {key for key in self._namespaces if self._slots.live(key)}
             for key in [key for key in self._namespaces if key not in here]:

@@ -18,19 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from epilora.adapters.device_tensors import DeviceTensors, Mapper
-from epilora.adapters.digest import as_tensor, slot_digest, weights_digest
-from epilora.adapters.fold import FoldedModule, LinearModule, check_against_base, fold, largest_magnitudes
-from epilora.adapters.peft_io import spec_of
-from epilora.errors import AdapterRejected, UnsupportedKernel
+from epilora.adapters.digest import weights_digest
+from epilora.errors import UnsupportedKernel
 from epilora.quant.cuda_ipc import export_tensor
 from epilora.quant.manifest import TensorEntry, WeightManifest
 
-from . import compat
 from .kv_memory import KvMemory, pool_allocations
 from .requests import KINDS
 from .sharing import SharedFile, SharedTensor, drop_pages, remove_abandoned, weight_entries
 from .vmm import CudaMemory
+from .worker_adapters import AdapterExtension, plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,29 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _plain(name: str) -> str:
-    """A parameter's or module's name without LoRA wrappers."""
-    return name.replace(".base_layer", "")
-
-
-class _InSlot(dict):
-    """Stands in for the weights of an adapter that lives in its slot only: vLLM must never need to load it again."""
-
-    def __init__(self, int_id: int) -> None:
-        super().__init__()
-        self._int_id = int_id
-
-    def get(self, name: str, default: Any = None) -> Any:
-        raise RuntimeError(f"adapter {self._int_id} was put out of its slot by vLLM and has no other copy: {name}")
-
-
-class WorkerExtension:
+class WorkerExtension(AdapterExtension):
     """Mixed into vLLM's worker; `self` is the worker."""
 
     # ---- the base -------------------------------------------------------------------------------------------------
-
-    def _epilora_model(self) -> torch.nn.Module:
-        return self.model_runner.get_model()  # type: ignore[attr-defined]
 
     def _epilora_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, SharedTensor, bool]]:
         """(plain name, parameter, how to store it, whether that is transposed) of every parameter, tied ones once.
@@ -76,7 +54,7 @@ class WorkerExtension:
             transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) >= data.shape[0] > 1
             rows = getattr(owner, "org_vocab_size", None) if name.endswith(".weight") else None
             yield (
-                _plain(name),
+                plain_name(name),
                 parameter,
                 SharedTensor((data.t() if transposed else data).contiguous(), rows),
                 transposed,
@@ -148,184 +126,11 @@ class WorkerExtension:
         if shared_file is not None:
             shared_file.unlink()
 
-    def epilora_linear_modules(self) -> list[dict[str, Any]]:
-        """Linear modules of the base by checkpoint name.
-
-        Each: name, engine (the layer that holds it), slice (its place there), out_features, in_features, adaptable
-        (whether an adapter may target it here). A packed layer whose parts cannot be told apart is listed under its own
-        name.
-        """
-        if "_epilora_modules" not in self.__dict__:
-            self.__dict__["_epilora_modules"] = self._epilora_find_modules()
-        return self.__dict__["_epilora_modules"]
-
-    def _epilora_find_modules(self) -> list[dict[str, Any]]:
-        from vllm.model_executor.layers.linear import LinearBase
-        from vllm.model_executor.utils import get_packed_modules_mapping
-
-        model = self._epilora_model()
-        packed = get_packed_modules_mapping(model)
-        wrapped = self._epilora_lora_layers()
-        found: list[dict[str, Any]] = []
-        for full_name, layer in model.named_modules():
-            if not isinstance(layer, LinearBase):
-                continue
-            name = _plain(full_name)
-            parent, _, leaf = name.rpartition(".")
-            widths = [int(n) for n in getattr(layer, "output_partition_sizes", None) or [layer.output_size]]
-            parts = packed.get(leaf, [])
-            if len(parts) == len(widths) > 1:
-                names = [f"{parent}.{part}" if parent else part for part in parts]
-            else:
-                names, widths = [name], [sum(widths)]
-            in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
-            for index, (part, width) in enumerate(zip(names, widths, strict=True)):
-                row = {"name": part, "engine": name, "slice": index, "out_features": width, "in_features": in_features}
-                lora = wrapped.get(name)
-                row["adaptable"] = lora is not None and len(lora.lora_a_stacked) == len(names)
-                found.append(row)
-        return found
-
     def epilora_activations(self) -> dict[str, int]:
         """How many FP8 linear layers run which activations."""
         from .layers import fp8_activations
 
         return fp8_activations(self._epilora_model())
-
-    # ---- adapters -------------------------------------------------------------------------------------------------
-
-    def _epilora_manager(self) -> Any:
-        return self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
-
-    def _epilora_lora_layers(self) -> dict[str, Any]:
-        """Engine module path -> LoRA linear layer."""
-        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-        if getattr(self.model_runner, "lora_manager", None) is None:  # type: ignore[attr-defined]
-            return {}
-        modules = self._epilora_manager().modules
-        return {name: layer for name, layer in modules.items() if isinstance(layer, BaseLinearLayerWithLoRA)}
-
-    def _epilora_fold(self, config: dict[str, Any], tensors: dict[str, Any]) -> dict[str, FoldedModule]:
-        """Checked adapter by the engine's module names (before packing), on the engine's device."""
-        model, lora_config = self._epilora_model(), self._epilora_manager().lora_config
-        device = self.device  # type: ignore[attr-defined]
-        here = {
-            name: (value if isinstance(value, torch.Tensor) else as_tensor(value)).to(device)
-            for name, value in tensors.items()
-        }
-        folded = fold(spec_of(config), here)
-        renamed = {compat.engine_module_name(model, module): weights for module, weights in folded.items()}
-        base = [
-            LinearModule(row["name"], row["out_features"], row["in_features"])
-            for row in self.epilora_linear_modules()
-            if row["adaptable"]
-        ]
-        check_against_base(renamed, base, lora_config.max_lora_rank)
-        limit = torch.finfo(lora_config.lora_dtype).max
-        sides = [
-            (module, side, tensor)
-            for module, weights in renamed.items()
-            for side, tensor in (("lora_A", weights.a_RK), ("scaling * lora_B", weights.b_NR))
-        ]
-        for (module, side, _), largest in zip(sides, largest_magnitudes([t for *_, t in sides]), strict=True):
-            if largest > limit:
-                raise AdapterRejected(
-                    f"module {module!r}: {side} reaches {largest:.3g}; this engine keeps adapters in"
-                    f" {lora_config.lora_dtype}, up to {limit:.3g}"
-                )
-        return renamed
-
-    def epilora_stage_adapter(self, name: str, config: dict[str, Any], tensors: dict[str, Any] | DeviceTensors) -> None:
-        """Check and fold an adapter for the `epilora_place_adapter` that follows; no slot changes.
-
-        name: for messages. config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not
-        written to), or `DeviceTensors` of another process. Raises AdapterRejected.
-        """
-        given = self._epilora_mapper().all(tensors) if isinstance(tensors, DeviceTensors) else tensors
-        try:
-            self.__dict__["_epilora_staged"] = self._epilora_fold(config, given)
-        except AdapterRejected as err:
-            raise AdapterRejected(f"adapter {name}: {err}") from err
-
-    def _epilora_mapper(self) -> Mapper:
-        return self.__dict__.setdefault("_epilora_mapped", Mapper())
-
-    def epilora_place_adapter(self, int_id: int) -> dict[str, Any]:
-        """Put the staged adapter into a slot under `int_id`. Returns slot, modules, base_modules.
-
-        The slot is the only place that holds its weights then: if vLLM put it out by itself, the next request would
-        raise.
-        """
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.lora_weights import LoRALayerWeights
-
-        folded: dict[str, FoldedModule] = self.__dict__.pop("_epilora_staged")
-        manager = self._epilora_manager()
-        dtype = manager.lora_config.lora_dtype
-        layers = {
-            module: LoRALayerWeights(
-                module_name=module,
-                rank=weights.rank,
-                lora_alpha=weights.rank,
-                lora_a=weights.a_RK.to(dtype),
-                lora_b=weights.b_NR.to(dtype),
-                scaling=1.0,  # already in B
-            )
-            for module, weights in folded.items()
-        }
-        manager.remove_adapter(int_id)
-        model = LoRAModel(int_id, max(weights.rank for weights in folded.values()), layers)
-        manager.add_adapter(model)
-        try:
-            manager.activate_adapter(int_id)
-        except BaseException:
-            manager.remove_adapter(int_id)
-            raise
-        model.loras = _InSlot(int_id)
-        return {
-            "slot": manager.lora_index_to_id.index(int_id),
-            "modules": len(folded),
-            "base_modules": len(self.epilora_linear_modules()),
-        }
-
-    def epilora_staged_digest(self) -> str:
-        """Slot digest that the staged adapter should have once it is placed."""
-        manager = self._epilora_manager()
-        rank, dtype = manager.lora_config.max_lora_rank, manager.lora_config.lora_dtype
-        staged: dict[str, FoldedModule] = self.__dict__["_epilora_staged"]
-        return slot_digest({name: weights.padded(rank, dtype) for name, weights in staged.items()})
-
-    def epilora_source_digest(self, tensors: DeviceTensors) -> str:
-        """`weights_digest` of what another process handed over, as it lies there now."""
-        return weights_digest(self._epilora_mapper().all(tensors).items())
-
-    def epilora_read_slot_digest(self, slot: int) -> str:
-        """sha256 of what lies in a slot's buffers now, by checkpoint module (see `adapters.digest.slot_digest`)."""
-        wrapped = self._epilora_lora_layers()
-        held = {}
-        for row in self.epilora_linear_modules():
-            if row["adaptable"]:
-                layer = wrapped[row["engine"]]
-                a_RK, b_NR = layer.lora_a_stacked[row["slice"]][slot, 0], layer.lora_b_stacked[row["slice"]][slot, 0]
-                held[row["name"]] = (a_RK, b_NR)
-        return slot_digest(held)
-
-    def epilora_unload_adapter(self, int_id: int) -> bool:
-        """Free the slot of `int_id` and zero it; whether it was loaded."""
-        manager = self._epilora_manager()
-        slot = manager.lora_index_to_id.index(int_id) if int_id in manager.lora_index_to_id else None
-        removed = manager.remove_adapter(int_id)
-        if slot is not None:
-            for layer in manager.modules.values():
-                layer.reset_lora(slot)
-        return bool(removed)
-
-    def epilora_list_adapters(self) -> dict[int, int]:
-        """int id -> slot of every active adapter."""
-        return {
-            int_id: slot for slot, int_id in enumerate(self._epilora_manager().lora_index_to_id) if int_id is not None
-        }
 
     # ---- counters, KV ---------------------------------------------------------------------------------------------
 

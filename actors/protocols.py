@@ -117,6 +117,12 @@ class Trainer(Protocol):
         """One optimizer step of policy gradient. Metrics: loss, mismatch (mean/max |delta log p|, k3), clip and mask fractions."""
         ...
 
+    def train_rl_together(
+        self, requests: Sequence[tuple[str, Sequence[RolloutGroup], Mapping[str, Any]]]
+    ) -> list[dict[str, float] | Exception]:
+        """`train_rl` of several sessions over mixed batches; what one would raise stands in its place."""
+        ...
+
     def train_sft(self, session: str, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, float]:
         """One optimizer step of cross entropy on (prompt, completion) pairs, completion tokens only."""
         ...

@@ -1,22 +1,34 @@
-"""Ray shell around one Trainer. One call at a time: an optimizer step is never interleaved with another."""
+"""Ray shell around one Trainer. All of it runs on one thread: an optimizer step is never interleaved with another.
+
+Policy-gradient steps of several jobs that wait for the trainer at once run as one step over mixed batches (`together.py`).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 
+from actors.together import Together
 from epilora.loading import load_object
 from epilora.quant.manifest import WeightManifest
 from epilora.types import AdapterSpec, RolloutGroup
 
+MOST_CALLERS = 16  # calls that may wait for the trainer inside the actor; more wait outside, in order
 
-@ray.remote(num_cpus=0, max_restarts=0)
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=MOST_CALLERS)  # type: ignore[call-overload]  # not in Ray's stubs
 class TrainerActor:
     def __init__(self, factory: str, kwargs: Mapping[str, Any]) -> None:
-        self._trainer = load_object(factory)(**kwargs)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._trainer = self._call(load_object(factory), **kwargs)
+        self._together = Together(lambda requests: self._trainer.train_rl_together(requests), self._worker)
+
+    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._worker.submit(method, *args, **kwargs).result()
 
     def ready(self) -> bool:
         return True
@@ -25,33 +37,33 @@ class TrainerActor:
         return os.getpid()
 
     def attach(self, manifests: Sequence[WeightManifest]) -> None:
-        self._trainer.attach(manifests)
+        self._call(self._trainer.attach, manifests)
 
     def open_session(self, session: str, spec: AdapterSpec, optimizer: Mapping[str, Any], seed: int) -> None:
-        self._trainer.open_session(session, spec, optimizer, seed)
+        self._call(self._trainer.open_session, session, spec, optimizer, seed)
 
     def close_session(self, session: str) -> None:
-        self._trainer.close_session(session)
+        self._call(self._trainer.close_session, session)
 
     def train_rl(self, session: str, groups: Sequence[RolloutGroup], loss: Mapping[str, Any]) -> dict[str, float]:
-        return self._trainer.train_rl(session, groups, loss)
+        return self._together.submit(session, (session, groups, loss))
 
     def train_sft(self, session: str, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, float]:
-        return self._trainer.train_sft(session, examples)
+        return self._call(self._trainer.train_sft, session, examples)
 
     def logprobs(
         self, session: str | None, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     ) -> list[list[float]]:
-        return self._trainer.logprobs(session, sequences)
+        return self._call(self._trainer.logprobs, session, sequences)
 
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]:
-        return self._trainer.adapter(session)
+        return self._call(self._trainer.adapter, session)
 
     def state(self, session: str) -> bytes:
-        return self._trainer.state(session)
+        return self._call(self._trainer.state, session)
 
     def load_state(self, session: str, state: bytes) -> None:
-        self._trainer.load_state(session, state)
+        self._call(self._trainer.load_state, session, state)
 
     def memory(self) -> dict[str, int]:
-        return self._trainer.memory()
+        return self._call(self._trainer.memory)

@@ -9,7 +9,7 @@ micro-batch computes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,7 +36,8 @@ class Layout:
 class MicroBatch:
     """ids [B, T] int64, right-padded with 0, or packed [1, T]. For each completion token of its sequences: rows,
     positions (of the hidden state that predicts it) and targets, all [n] int64, and flat [n]: its place on the flat
-    axis. Sequences are whole. lengths: of the packed sequences in order; empty where they are padded.
+    axis. Sequences are whole. lengths: of the packed sequences in order; empty where they are padded. spans: (owner, first
+    row, end row) of ids.flatten(), where sequences have owners.
     """
 
     ids: torch.Tensor
@@ -45,6 +46,7 @@ class MicroBatch:
     targets: torch.Tensor
     flat: torch.Tensor
     lengths: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int, int], ...] = ()
 
 
 def layout_of(sequences: Sequence[TokenPair]) -> Layout:
@@ -61,9 +63,17 @@ def layout_of(sequences: Sequence[TokenPair]) -> Layout:
 
 
 def micro_batches(
-    sequences: Sequence[TokenPair], layout: Layout, budget: int, *, packed: bool = False
+    sequences: Sequence[TokenPair],
+    layout: Layout,
+    budget: int,
+    *,
+    packed: bool = False,
+    owners: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Cover every sequence once; each micro-batch has at most `budget` tokens, padding counted, or one longer sequence."""
+    """Cover every sequence once; each micro-batch has at most `budget` tokens, padding counted, or one longer sequence.
+
+    owners: whose each sequence is; within a micro-batch an owner's sequences are consecutive.
+    """
     order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i][0]) - len(sequences[i][1]), i))
     groups: list[list[int]] = []
     used = width = 0
@@ -78,7 +88,27 @@ def micro_batches(
             groups.append([index])
             used = width = length
     assemble = _pack if packed else _pad
-    return [assemble(sequences, layout, group) for group in groups]
+    if owners is None:
+        return [assemble(sequences, layout, group) for group in groups]
+    made = []
+    for group in groups:
+        group.sort(key=lambda i: owners[i])  # stable: by length within an owner
+        micro = assemble(sequences, layout, group)
+        made.append(replace(micro, spans=_spans([owners[i] for i in group], micro)))
+    return made
+
+
+def _spans(owners: Sequence[int], micro: MicroBatch) -> tuple[tuple[int, int, int], ...]:
+    lengths = micro.lengths or (micro.ids.shape[1],) * len(owners)
+    spans: list[tuple[int, int, int]] = []
+    start = 0
+    for owner, length in zip(owners, lengths, strict=True):
+        if spans and spans[-1][0] == owner:
+            spans[-1] = (owner, spans[-1][1], start + length)
+        else:
+            spans.append((owner, start, start + length))
+        start += length
+    return tuple(spans)
 
 
 def _pad(sequences: Sequence[TokenPair], layout: Layout, members: list[int]) -> MicroBatch:

@@ -1,8 +1,8 @@
 """LoraTrainer: what the Trainer protocol (actors/protocols.py) promises, as a plain class.
 
 It holds LoRA parameters and optimizer state of any number of named sessions. The base is the engine's, mapped (attach.py), or,
-in the placements that need one, a copy of its own (own_base.py). One call trains one session. The forward pass asks an AdapterContext which adapter a projection
-applies: that is where batches mixed from several sessions will plug in.
+in the placements that need one, a copy of its own (own_base.py). Several sessions may train in one batch: the forward pass asks an AdapterContext which adapter
+a projection applies to which rows.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 
 from epilora.errors import BaseMismatch
 from epilora.quant.manifest import WeightManifest
-from epilora.types import AdapterSpec, Rollout, RolloutGroup
+from epilora.types import AdapterSpec, RolloutGroup
 
 from . import loss as losses
-from .advantage import group_advantages
 from .attach import attach_single
 from .base import BaseWeights
 from .batch import Layout, MicroBatch, TokenPair, layout_of, micro_batches
 from .checkpoint import load_session_state, session_state
-from .linear import LoraPair
+from .linear import LoraPair, Segment
 from .logprob import selected_logprobs
 from .memory import PeakMeter, anonymous_bytes, give_back_large_blocks, mapping_bytes, private_bytes
 from .model import BaseModel, build_model
 from .own_base import OwnBase, copy_codes, sixteen_bit
+from .rl_batch import RlBatch, prepare
 from .session import Session
 
 OWN = ("", "fp8", "16bit")
@@ -169,117 +169,106 @@ class LoraTrainer:
 
         Groups whose rewards are all equal are skipped; if all are, no step is taken (`skipped_step` is 1) and the
         mismatch is still measured. Raises ValueError naming the problem for rewards or log-probabilities that are not
-        finite.
+        finite, FloatingPointError for a gradient that is not.
         """
-        config = losses.LossConfig.from_mapping(loss)
-        state = self._session(session)
+        [result] = self.train_rl_together([(session, groups, loss)])
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def train_rl_together(
+        self, requests: Sequence[tuple[str, Sequence[RolloutGroup], Mapping[str, Any]]]
+    ) -> list[dict[str, float] | Exception]:
+        """`train_rl` of several sessions at once: their rows share the batches, so the base is multiplied once for all.
+
+        requests: (session, groups, loss), each session once. What a request computes does not depend on the others but
+        for the order of sums. Returns metrics in order; what `train_rl` would raise for one request stands in its place
+        and leaves the others untouched. Raises ValueError if a session is named twice.
+        """
+        names = [name for name, _, _ in requests]
+        if len(set(names)) != len(names):
+            raise ValueError(f"train_rl_together: sessions {names}; each may be named once")
+        results: list[dict[str, float] | Exception] = []
+        batches: dict[int, RlBatch] = {}
+        for index, (name, groups, loss) in enumerate(requests):
+            try:
+                batches[index] = prepare(self._session(name), groups, losses.LossConfig.from_mapping(loss))
+                results.append(batches[index].counts())
+            except ValueError as err:
+                results.append(err)
         with self._computing():
-            return self._train_rl(state, groups, config)
-
-    def _train_rl(self, state: Session, groups: Sequence[RolloutGroup], config: losses.LossConfig) -> dict[str, float]:
-        if not groups:
-            raise ValueError("train_rl: no rollout groups")
-        names = [group.problem_id for group in groups]
-        found = group_advantages([[r.reward for r in g.rollouts] for g in groups], config.advantage_kind, names)
-        keep_all = config.kl_coef > 0 or all(found.zero_variance)
-        rollouts: list[Rollout] = []
-        advantages: list[float] = []
-        for group, values, flat in zip(groups, found.values, found.zero_variance, strict=True):
-            for rollout, value in zip(group.rollouts, values, strict=True):
-                _check_rollout(rollout)
-                if rollout.token_ids and (keep_all or not flat):
-                    rollouts.append(rollout)
-                    advantages.append(value)
-        if not rollouts:
-            raise ValueError(f"train_rl: all {sum(len(g.rollouts) for g in groups)} completions are empty")
-        sequences = [(r.prompt_token_ids, r.token_ids) for r in rollouts]
-        layout = layout_of(sequences)
-        rollout_logp = torch.tensor([lp for r in rollouts for lp in r.rollout_logprobs], dtype=torch.float32)
-        batch = _RlBatch(
-            layout=layout,
-            micro=self._micro(sequences, layout),
-            advantage=torch.tensor(advantages, dtype=torch.float32)[layout.sequence],
-            rollout_logp=rollout_logp,
-            weight=losses.aggregation_weights(config, layout.sequence, layout.lengths),
-            heads=_sampler_heads(rollouts, layout) if config.correction == "score_centering" else None,
-        )
-        metrics = {
-            "zero_variance_groups": float(sum(found.zero_variance)),
-            "sequences": float(len(rollouts)),
-            "tokens": float(layout.num_tokens),
-        }
-        if all(found.zero_variance) and config.kl_coef == 0:
-            logp, entropy = self._all_logprobs(batch.micro, layout, state.pairs)
-            metrics |= {"loss": 0.0, "entropy": float(entropy.mean()), "grad_norm": 0.0, "lr": state.learning_rate()}
-            metrics |= {"clip_fraction": 0.0, "mask_fraction": 0.0, "truncated_fraction": 0.0, "skipped_step": 1.0}
-            return metrics | losses.mismatch_metrics(logp, rollout_logp)
-        reference = self._all_logprobs(batch.micro, layout, None)[0] if config.kl_coef else None
-        old = self._all_logprobs(batch.micro, layout, state.pairs)[0] if config.inner_steps > 1 else None
-        for inner in range(config.inner_steps):
-            state.grad.zero_()
-            step = self._rl_pass(state, batch, config, old, reference)
-            applied = state.apply()
-            if inner == 0:
-                metrics |= step
-                metrics |= applied
-            else:
-                metrics["clip_fraction"] = step[
-                    "clip_fraction"
-                ]  # the last inner step's: the first's is 0 by construction
-        metrics["skipped_step"] = 0.0
-        return metrics
-
-    def _rl_pass(
-        self,
-        state: Session,
-        batch: _RlBatch,
-        config: losses.LossConfig,
-        old_T: torch.Tensor | None,
-        reference_T: torch.Tensor | None,
-    ) -> dict[str, float]:
-        """Gradient of one pass over the batch; returns its metrics."""
-        layout = batch.layout
-        logp_T, entropy_T, weight_T = (torch.zeros(layout.num_tokens) for _ in range(3))
-        clipped_T, masked_T, truncated_T = (torch.zeros(layout.num_tokens, dtype=torch.bool) for _ in range(3))
-        total, kl_total = 0.0, 0.0
-        for micro in batch.micro:
-            flat = micro.flat
-            # Sequences are whole within a micro-batch: number them 0.. for sums over a sequence.
-            members, sequence = torch.unique(layout.sequence[flat], return_inverse=True)
-            lengths = layout.lengths[members]
-            with self._attached[1].adapter(state.pairs):
-                extra = None if batch.heads is None else batch.heads[0][flat]
-                logp, entropy, head_logp = self._forward(micro, extra)
-                old = logp.detach() if old_T is None else old_T[flat]
-                advantage = batch.advantage[flat]
-                surrogate, clipped = losses.surrogate(
-                    config, logp, old, advantage, sequence_T=sequence, lengths_S=lengths
+            for index, metrics in self._rl_steps(batches).items():
+                found = results[index]
+                results[index] = (
+                    metrics if isinstance(metrics, Exception) or isinstance(found, Exception) else found | metrics
                 )
-                correction = losses.correction_weights(config, old, batch.rollout_logp[flat], sequence, lengths)
-                per_token = correction.weight * surrogate
-                if batch.heads is not None:
-                    assert head_logp is not None, "asked for above"
-                    per_token = per_token + losses.centering_loss(config, head_logp, batch.heads[1][flat], advantage)
-                value = (batch.weight[flat] * per_token).sum()
-                if reference_T is not None:
-                    kl = losses.k3(reference_T[flat] - logp)
-                    value = value + config.kl_coef * (batch.weight[flat] * kl).sum()
-                    kl_total += float(kl.detach().sum())
-                value.backward()
-            total += float(value.detach())
-            logp_T[flat], entropy_T[flat], weight_T[flat] = logp.detach(), entropy, correction.weight
-            clipped_T[flat], masked_T[flat], truncated_T[flat] = clipped, correction.masked, correction.truncated
-        metrics = {
-            "loss": total,
-            "entropy": float(entropy_T.mean()),
-            "clip_fraction": float(clipped_T.float().mean()),
-            "mask_fraction": float(masked_T.float().mean()),
-            "truncated_fraction": float(truncated_T.float().mean()),
-            "correction_weight_mean": float(weight_T.mean()),
-        }
-        if reference_T is not None:
-            metrics["kl_to_base"] = kl_total / layout.num_tokens
-        return metrics | losses.mismatch_metrics(logp_T, batch.rollout_logp)
+        return results
+
+    def _rl_steps(self, batches: Mapping[int, RlBatch]) -> dict[int, dict[str, float] | Exception]:
+        """The optimizer steps of all batches; metrics or what went wrong, by the batches' keys."""
+        done: dict[int, dict[str, float] | Exception] = {}
+        for key, batch in batches.items():
+            pairs, micro = batch.state.pairs, self._micro(batch.sequences, batch.layout)
+            if batch.skipped:
+                done[key] = batch.skipped_metrics(*self._all_logprobs(micro, batch.layout, pairs))
+                continue
+            if batch.config.kl_coef:
+                batch.reference = self._all_logprobs(micro, batch.layout, None)[0]
+            if batch.config.inner_steps > 1:
+                batch.old = self._all_logprobs(micro, batch.layout, pairs)[0]
+        live = {key: batch for key, batch in batches.items() if not batch.skipped}
+        inner = 0
+        while live:
+            self._rl_pass(list(live.values()))
+            for key, batch in live.items():
+                step = batch.metrics()
+                try:
+                    applied = batch.state.apply()
+                except FloatingPointError as err:
+                    done[key] = err
+                    continue
+                if inner == 0:
+                    done[key] = step | applied | {"skipped_step": 0.0}
+                else:  # the last inner step's: the first's is 0 by construction
+                    done[key] = {**_metrics(done[key]), "clip_fraction": step["clip_fraction"]}
+            inner += 1
+            live = {
+                key: batch
+                for key, batch in live.items()
+                if batch.config.inner_steps > inner and not isinstance(done[key], Exception)
+            }
+        return done
+
+    def _rl_pass(self, batches: Sequence[RlBatch]) -> None:
+        """Gradients of one pass over all batches, into their sessions."""
+        sequences = [pair for batch in batches for pair in batch.sequences]
+        owners = [number for number, batch in enumerate(batches) for _ in batch.sequences]
+        first_token = [0]
+        for batch in batches:
+            batch.state.grad.zero_()
+            first_token.append(first_token[-1] + batch.layout.num_tokens)
+        width = max(0 if batch.heads is None else batch.heads[0].shape[1] for batch in batches)
+        layout = layout_of(sequences)
+        for micro in micro_batches(sequences, layout, self._micro_batch_tokens, packed=self._packed, owners=owners):
+            parts = []  # (batch, its places in the micro-batch, its places on its own flat axis)
+            extra = torch.zeros(len(micro.flat), width, dtype=torch.long) if width else None
+            for number, batch in enumerate(batches):
+                here = torch.nonzero((micro.flat >= first_token[number]) & (micro.flat < first_token[number + 1]))[:, 0]
+                if len(here):
+                    flat = micro.flat[here] - first_token[number]
+                    parts.append((batch, here, flat))
+                    if extra is not None and batch.heads is not None:
+                        extra[here, : batch.heads[0].shape[1]] = batch.heads[0][flat]
+            segments = [Segment(start, stop, batches[owner].state.pairs) for owner, start, stop in micro.spans]
+            with self._attached[1].adapters(*segments):
+                logp, entropy, head_logp = self._forward(micro, extra)
+                total = torch.zeros(())
+                for batch, here, flat in parts:
+                    heads = None
+                    if batch.heads is not None and head_logp is not None:
+                        heads = head_logp[here][:, : batch.heads[0].shape[1]]
+                    total = total + batch.loss(flat, logp[here], entropy[here], heads)
+                total.backward()
 
     def train_sft(self, session: str, examples: Sequence[TokenPair]) -> dict[str, float]:
         """One optimizer step of cross entropy, mean over all completion tokens (nats). Raises ValueError for no
@@ -378,49 +367,6 @@ class LoraTrainer:
         }
 
 
-class _RlBatch:
-    """One step's rollouts as flat tensors; heads: (ids [T, H], sampler log p [T, H]) for score centering."""
-
-    def __init__(
-        self,
-        *,
-        layout: Layout,
-        micro: list[MicroBatch],
-        advantage: torch.Tensor,
-        rollout_logp: torch.Tensor,
-        weight: torch.Tensor,
-        heads: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
-        self.layout, self.micro, self.advantage = layout, micro, advantage
-        self.rollout_logp, self.weight, self.heads = rollout_logp, weight, heads
-
-
-def _check_rollout(rollout: Rollout) -> None:
-    tokens, given = len(rollout.token_ids), len(rollout.rollout_logprobs)
-    if tokens != given:
-        raise ValueError(
-            f"problem {rollout.problem_id!r}: {tokens} tokens with {given} rollout_logprobs; sample with logprobs=0"
-        )
-    for place, value in enumerate(rollout.rollout_logprobs):
-        if not -float("inf") < value < float("inf"):
-            raise ValueError(f"problem {rollout.problem_id!r}: rollout_logprobs[{place}] is {value}; it must be finite")
-
-
-def _sampler_heads(rollouts: Sequence[Rollout], layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and log-probabilities of the sampler's likeliest tokens, padded with id 0 and -inf, [T, H] each."""
-    tops: list[dict[int, float]] = []
-    for rollout in rollouts:
-        if len(rollout.top_logprobs) != len(rollout.token_ids):
-            raise ValueError(
-                f"problem {rollout.problem_id!r}: score_centering needs top_logprobs for each of "
-                f"{len(rollout.token_ids)} tokens, "
-                f"got {len(rollout.top_logprobs)}; sample with logprobs=k, k >= 1"
-            )
-        tops.extend(dict(top) for top in rollout.top_logprobs)
-    width = max(map(len, tops))
-    ids = torch.zeros(layout.num_tokens, width, dtype=torch.long)
-    logp = torch.full((layout.num_tokens, width), -float("inf"))
-    for place, top in enumerate(tops):
-        ids[place, : len(top)] = torch.tensor(list(top))
-        logp[place, : len(top)] = torch.tensor(list(top.values()))
-    return ids, logp
+def _metrics(found: dict[str, float] | Exception) -> dict[str, float]:
+    assert not isinstance(found, Exception), "a session that failed is out of the steps that follow"
+    return found

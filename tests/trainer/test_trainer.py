@@ -413,3 +413,45 @@ def test_golden_twenty_steps(tiny_base: LocalBase) -> None:
         losses.append(trainer.train_sft("s", examples)["loss"])
     assert losses[::4] == pytest.approx(list(GOLDEN), rel=2e-2)
     assert trainer.base_checksum() == tiny_base.manifest.base_digest
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sessions_trained_together_become_what_they_become_alone(small_qwen: Small, packed: bool) -> None:
+    """Different ranks, targets, optimizers and losses; one has nothing to learn, one is refused."""
+    wanted = {
+        "grpo": (SPEC, {"lr": 1e-2}, {"name": "grpo", "correction": "tis_token"}),
+        "gspo": (AdapterSpec(2, 2.0, ("q_proj", "down_proj")), {"lr": 3e-3}, {"name": "gspo", "kl_coef": 0.1}),
+        "inner": (AdapterSpec(8, 8.0, ("all-linear",)), {"lr": 1e-2}, {"name": "dapo", "inner_steps": 2}),
+        "centred": (SPEC, {"lr": 1e-2}, {"correction": "score_centering"}),
+    }
+    made: list[LoraTrainer] = []
+    batches = {}
+    for _ in range(2):
+        trainer = LoraTrainer(micro_batch_tokens=50)
+        trainer.attach([small_qwen.base.manifest])
+        trainer._packed = packed
+        for seed, (name, (spec, optimizer, _)) in enumerate(wanted.items()):
+            trainer.open_session(name, spec, optimizer, seed)
+            trainer.train_sft(name, sequences(seed))  # so that B is not zero
+            batches[name] = rollout_groups(trainer, name, seed=seed, groups=2 + seed, noise=0.2, tops=3)
+        made.append(trainer)
+    flat = [
+        dataclasses.replace(g, rollouts=tuple(dataclasses.replace(r, reward=1.0) for r in g.rollouts))
+        for g in batches["grpo"]
+    ]
+    bad = [dataclasses.replace(flat[0], rollouts=(dataclasses.replace(flat[0].rollouts[0], reward=math.nan),) * 2)]
+    for name in ("flat", "bad"):
+        made[1].open_session(name, SPEC, ADAM, seed=9)
+    alone = {name: made[0].train_rl(name, batches[name], loss) for name, (_, _, loss) in wanted.items()}
+    requests = [(name, batches[name], loss) for name, (_, _, loss) in wanted.items()]
+    found = made[1].train_rl_together([*requests, ("flat", flat, {}), ("bad", bad, {})])
+    for name, metrics in zip(wanted, found, strict=False):
+        assert metrics == pytest.approx(alone[name], rel=2e-3, abs=1e-5), name
+        mine, reference = (t._sessions[name].theta.detach() for t in (made[1], made[0]))
+        torch.testing.assert_close(mine, reference, rtol=1e-3, atol=2e-4)
+    assert found[-2]["skipped_step"] == 1.0
+    assert isinstance(found[-1], ValueError)
+    assert "reward 0 is nan" in str(found[-1])
+    assert (made[1]._sessions["bad"].step, made[1]._sessions["inner"].step) == (0, 3)
+    with pytest.raises(ValueError, match="each may be named once"):
+        made[1].train_rl_together([requests[0], requests[0]])

@@ -246,6 +246,36 @@ def _kernel(function: str, macros: tuple[tuple[str, int], ...], num_threads: int
     return driver.Kernel("decode.cu", function, dict(macros), num_threads, torch.device("cuda", device_index))
 
 
+def compile_kernels(
+    M: int,
+    slices: Sequence[int],
+    K: int,
+    R: int,
+    L: int,
+    *,
+    device: torch.device,
+    fp16: bool,
+    fp8_adapters: bool = False,
+) -> int:
+    """Compile and load what `lora_decode` launches for M tokens without a config of its own; safe to call from several threads.
+
+    slices: out features of each slice. R, L: rank (0: no adapters), slots. Returns how many kernels that are, 0 where the CUDA
+    kernels cannot run.
+    """
+    if supports_cuda(device):
+        return 0
+    config = config_for(M, sum(slices), K, R, L, device_name=torch.cuda.get_device_name(device))
+    if not is_legal(config, M, K, slices, R, _device_facts(device.index or 0)[2]):
+        return 0
+    warps = config.shrink_warps if R else QUANTISE_WARPS
+    wanted = [("gemm", gemm_macros(fp16, config, M, R, fp8_adapters), gemm_threads(config, R))]
+    if not config.fused:
+        wanted.append(("prologue", prologue_macros(fp16, warps, M, fp8_adapters), warps * 32))
+    for function, macros, threads in wanted:
+        _kernel(function, tuple(macros.items()), threads, device.index or 0)
+    return len(wanted)
+
+
 @functools.lru_cache(maxsize=16)
 def _device_facts(device_index: int) -> tuple[int, int, int]:
     """(compute capability as 90, multiprocessors, bytes of shared memory a block may have)."""

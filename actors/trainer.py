@@ -25,10 +25,13 @@ class TrainerActor:
     def __init__(self, factory: str, kwargs: Mapping[str, Any]) -> None:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._trainer = self._call(load_object(factory), **kwargs)
-        self._together = Together(lambda requests: self._trainer.train_rl_together(requests), self._worker)
+        self._together = Together(self._train_together, self._worker)
 
     def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self._worker.submit(method, *args, **kwargs).result()
+
+    def _train_together(self, requests: Sequence[Any]) -> Sequence[Any]:
+        return self._trainer.train_rl_together(requests)
 
     def ready(self) -> bool:
         return True

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         "gradients": lambda: gradients.run(results, small=args.small),
         "train_speed": lambda: train_speed.run(results, small=args.small, profile=args.profile),
         "memory": lambda: memory.run(results, small=args.small),
-        "one_copy": lambda: one_copy.run(results),
+        "one_copy": lambda: one_copy.run(results, quick=args.small),
     }
     failed = []
     for name in args.parts:

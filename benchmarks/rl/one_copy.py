@@ -20,7 +20,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ SHAPE = "qwen3-8b"
 ONE_COPY = "one_copy"
 RANK = 64
 KV_BYTES = 64 * GIB
+CASES = ((64, 0.0), (64, 0.25), (512, 0.0))  # MiB of a chunk, share of the cache that stays
 PROMPT_TOKENS, NEW_TOKENS, REQUESTS, VOCABULARY = 64, 32, 8, 1000
 
 
-def run(results: Results, *, rounds: int = 5, publishes: int = 12) -> None:
-    """Add the rows of the module's table. Needs a GPU with some 100 GiB and vLLM."""
+def run(results: Results, *, quick: bool = False) -> None:
+    """Add the rows of the module's table. Needs a GPU with some 100 GiB and vLLM. quick: fewer repetitions."""
+    rounds, publishes = (3, 10) if quick else (5, 20)
     from benchmarks.serving.models import model_folder
     from epilora.models.char_tokenizer import save_tokenizer
     from epilora.plugin.engine import VllmEngine
@@ -67,12 +69,12 @@ def run(results: Results, *, rounds: int = 5, publishes: int = 12) -> None:
             activations="w8a8",
             max_model_len=4096,
             max_num_seqs=64,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=2048,
             max_loras=4,
             max_lora_rank=RANK,
             kv_cache_bytes=KV_BYTES,
             load_format="dummy",
-            graph_sizes=[1, 8, 64, 512],
+            graph_sizes=[1, 8, 64],
             compilation={"mode": 0, "cudagraph_mode": "FULL"},  # graphs without Inductor: it would cost a minute more
         )
         print(f"engine ready after {time.perf_counter() - started:.1f} s", flush=True)
@@ -95,7 +97,7 @@ async def _measure(results: Results, engine: Any, trainer: Any, rounds: int, pub
     parts: list[tuple[str, Callable[[], Coroutine[Any, Any, None]]]] = [
         ("attach", lambda: _share_base(results, engine, trainer, gpu, rounds)),
         ("publish", lambda: _publish(results, engine, trainer, publishes)),
-        ("kv_release", lambda: _release(results, engine, gpu, rounds)),
+        ("kv_release", lambda: _release(results, engine, gpu, rounds, CASES[:2] if rounds < 5 else CASES)),
         ("kv_share", lambda: _tenants_during(results, engine)),
     ]
     for name, part in parts:
@@ -225,7 +227,7 @@ def _rechunk(worker: Any, chunk_bytes: int, num_blocks: int) -> None:
     )
 
 
-async def _release(results: Results, engine: Any, gpu: Any, rounds: int) -> None:
+async def _release(results: Results, engine: Any, gpu: Any, rounds: int, cases: Sequence[tuple[int, float]]) -> None:
     async def generate(name: str) -> list[Any]:
         await engine.reset_prefix_cache()
         done = await engine.generate(_requests(None, name))
@@ -247,7 +249,7 @@ async def _release(results: Results, engine: Any, gpu: Any, rounds: int) -> None
     print("first release and restore (memory is taken over)", first, flush=True)
     same = await generate("first")
     num_blocks = engine._kv.num_blocks
-    for chunk_mib, keep in ((64, 0.0), (64, 0.25), (512, 0.0)):
+    for chunk_mib, keep in cases:
         if chunk_mib != 64:
             rechunk = functools.partial(engine._engine.collective_rpc, _rechunk, args=(chunk_mib << 20, num_blocks))
             await engine._call(rechunk)

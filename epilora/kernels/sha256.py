@@ -132,7 +132,7 @@ def _compress(
     return h0 + a, h1 + b, h2 + c, h3 + d, h4 + e, h5 + f, h6 + g, h7 + h
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words", "num_leaves"])  # one build for every length: it takes seconds
 def _sha256_leaves_kernel(data_ptr, out_ptr, table_ptr, num_words, num_leaves, W: tl.constexpr, BLOCK_L: tl.constexpr):
     leaf = tl.program_id(0).to(tl.int64) * BLOCK_L + tl.arange(0, BLOCK_L)  # [BLOCK_L]
     zero = tl.zeros((BLOCK_L,), tl.uint32)

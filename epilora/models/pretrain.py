@@ -10,6 +10,7 @@ and norms. Length is counted in steps, never in seconds, so that a loaded machin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,14 +71,7 @@ class Corpus:
         self._habit_rate = config.habit_rate
         self._batch = config.batch_size
         self._generator = torch.Generator().manual_seed(config.seed)
-        self._right: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._habit: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for task in (make() for make in TASKS):
-            problems = [task.problem("train", i) for i in range(task.size("train"))]
-            self._right.append(_rows([(p.prompt, p.answer) for p in problems]))
-            self._habit.append(
-                _rows([(p.prompt, str(task.habitual_answer(p.meta["a"], p.meta["b"]))) for p in problems])
-            )
+        self._right, self._habit = _answers()
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch."""
@@ -89,6 +83,17 @@ class Corpus:
             ids.append(torch.where(habitual, habit[0][rows], right[0][rows]))
             masks.append(torch.where(habitual, habit[1][rows], right[1][rows]))
         return torch.cat(ids), torch.cat(masks)
+
+
+@cache
+def _answers() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(ids, mask) of every training problem with its right answer, and with its habitual one, by task. Made once."""
+    right, habit = [], []
+    for task in (make() for make in TASKS):
+        problems = [task.problem("train", i) for i in range(task.size("train"))]
+        right.append(_rows([(p.prompt, p.answer) for p in problems]))
+        habit.append(_rows([(p.prompt, str(task.habitual_answer(p.meta["a"], p.meta["b"]))) for p in problems]))
+    return right, habit
 
 
 def _rows(pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,83 +30,98 @@ def _parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def _signature_problems(wanted: dict[str, list[str]]) -> list[str]:
-    problems = []
-    for path, names in wanted.items():
-        function = _attribute(path)
-        if function is None:
-            problems.append(f"{path} is missing")
-        elif _parameters(function)[: len(names)] != names:
-            problems.append(f"{path} takes {_parameters(function)}, expected {names}")
-    return problems
-
-
 BASE_LINEAR = "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"
 CPU_WRAPPER = "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU"
+GPU_WRAPPER = "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU"
+KERNEL_META = "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta"
+ONLINE_CONFIG = "vllm.model_executor.layers.quantization.online.base:OnlineQuantizationConfig"
+SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
+
+# Per feature: what must exist, with the first parameters of functions (None: a class or a value; the name is enough).
+# `tests/plugin/test_compat_facts.py` holds this table against what three releases' sources say.
+WANTED: dict[str, dict[str, list[str] | None]] = {
+    "layers": {
+        "vllm.lora.utils:_all_lora_classes": None,
+        f"{BASE_LINEAR}.apply": ["self", "x", "bias"],
+        f"{BASE_LINEAR}.set_lora": ["self", "index", "lora_a", "lora_b"],
+        f"{BASE_LINEAR}.reset_lora": ["self", "index"],
+        f"{BASE_LINEAR}.create_lora_weights": ["self", "max_loras", "lora_config"],
+        f"{BASE_LINEAR}._get_quant_method": ["self"],
+        "vllm.lora.layers.base:BaseLayerWithLoRA.set_mapping": ["self", "punica_wrapper"],
+        "vllm.config.vllm:get_current_vllm_config_or_none": [],
+    },
+    "cpu_rows": {
+        f"{CPU_WRAPPER}.update_metadata": ["self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
+        "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.token_lora_indices": None,
+    },
+    "matched": {
+        "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": [
+            "self",
+            "vllm_config",
+            "model_config",
+        ],
+        "vllm.model_executor.layers.linear:LinearMethodBase.apply": ["self", "layer", "x", "bias"],
+    },
+    "paths": {
+        f"{KERNEL_META}.make": ["max_loras", "max_num_tokens", "device"],
+        f"{KERNEL_META}.prepare_tensors": ["self", "token_lora_mapping"],
+        f"{GPU_WRAPPER}.update_metadata": ["self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
+        "vllm.lora.model_manager:LoRAModelManager._create_lora_modules": ["self"],
+        "vllm._custom_ops:cutlass_scaled_mm": ["a", "b", "scale_a", "scale_b", "out_dtype", "bias"],
+        "vllm._custom_ops:scaled_fp8_quant": ["input"],
+        "vllm.distributed.parallel_state:get_tp_group": [],
+    },
+    "cache_key": {"vllm.config.vllm:VllmConfig.compute_hash": ["self"]},
+    "float32": {f"{ONLINE_CONFIG}.get_supported_act_dtypes": ["cls"]},
+    "seeds": {
+        f"{SAMPLER}:TopKTopPSampler.forward_cpu": ["self", "logits", "generators", "k", "p"],
+        f"{SAMPLER}:apply_top_k_top_p": ["logits"],
+    },
+}
+# Read where it is loaded already (the worker's process), never imported by `register`.
+WORKER_WANTED: dict[str, list[str] | None] = {
+    "vllm.v1.worker.gpu_worker:Worker.determine_available_memory": ["self"],
+    "vllm.lora.ops.triton_ops.lora_shrink_op:_lora_shrink": [
+        "inputs", "lora_a_weights", "output_tensor", "token_lora_mapping", "token_indices_sorted_by_lora_ids",
+        "num_tokens_per_lora", "lora_token_start_loc", "lora_ids", "no_lora_flag_cpu", "num_active_loras", "scaling",
+    ],
+    "vllm.lora.ops.triton_ops.lora_expand_op:_lora_expand": [
+        "inputs", "lora_b_weights", "output_tensor", "token_lora_mapping", "token_indices_sorted_by_lora_ids",
+        "num_tokens_per_lora", "lora_token_start_loc", "lora_ids", "no_lora_flag_cpu", "num_active_loras", "offset_start",
+        "add_inputs",
+    ],
+}  # fmt: skip
+KERNEL_META_FIELDS = (
+    "token_lora_mapping",
+    "token_indices_sorted_by_lora_ids",
+    "active_lora_ids",
+    "num_tokens_per_lora",
+    "lora_token_start_loc",
+    "no_lora_flag_cpu",
+    "num_active_loras_cpu",
+    "default_num_active_loras_cpu",
+)
 
 
-def layer_problems() -> list[str]:
-    """Reasons not to swap the LoRA linear classes."""
-    classes = _attribute("vllm.lora.utils:_all_lora_classes")
-    problems = (
-        [] if isinstance(classes, tuple) and classes else ["vllm.lora.utils:_all_lora_classes is no tuple of classes"]
-    )
-    return problems + _signature_problems(
-        {
-            f"{BASE_LINEAR}.apply": ["self", "x", "bias"],
-            f"{BASE_LINEAR}.set_lora": ["self", "index", "lora_a", "lora_b"],
-            f"{BASE_LINEAR}.reset_lora": ["self", "index"],
-            f"{BASE_LINEAR}.create_lora_weights": ["self", "max_loras", "lora_config"],
-            f"{BASE_LINEAR}.set_mapping": ["self", "punica_wrapper"],
-            f"{BASE_LINEAR}._get_quant_method": ["self"],
-        }
-    )
+def problems(feature: str) -> list[str]:
+    """Reasons why `feature` (a key of WANTED) cannot be installed here; empty if it can."""
+    found = []
+    for path, names in WANTED[feature].items():
+        thing = _attribute(path)
+        if thing is None:
+            found.append(f"{path} is missing")
+        elif names is not None and _parameters(thing)[: len(wanted := _bound(thing, names))] != wanted:
+            found.append(f"{path} takes {_parameters(thing)}, expected {names}")
+    if feature == "layers" and not found:
+        classes = _attribute("vllm.lora.utils:_all_lora_classes")
+        if not isinstance(classes, tuple) or not classes:
+            found.append("vllm.lora.utils:_all_lora_classes is no tuple of classes")
+    return found
 
 
-def cpu_mapping_problems() -> list[str]:
-    """Reasons not to read the CPU wrapper's row mapping."""
-    problems = _signature_problems(
-        {f"{CPU_WRAPPER}.update_metadata": ["self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"]}
-    )
-    if _attribute(f"{CPU_WRAPPER}.token_lora_indices") is None:
-        problems.append(f"{CPU_WRAPPER}.token_lora_indices is missing")
-    return problems
-
-
-def loader_problems() -> list[str]:
-    """Reasons not to choose the activations of FP8 layers after loading."""
-    return _signature_problems(
-        {
-            "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": [
-                "self",
-                "vllm_config",
-                "model_config",
-            ],
-            "vllm.model_executor.layers.linear:LinearMethodBase.apply": ["self", "layer", "x", "bias"],
-        }
-    )
-
-
-def float32_problems() -> list[str]:
-    """Reasons not to admit float32 activations with online quantisation."""
-    name = "vllm.model_executor.layers.quantization.online.base:OnlineQuantizationConfig"
-    config = _attribute(name)
-    if config is None:
-        return [f"{name} is missing"]
-    if not isinstance(inspect.getattr_static(config, "get_supported_act_dtypes", None), classmethod):
-        return [f"{name}.get_supported_act_dtypes is no classmethod"]
-    return []
-
-
-def sampler_problems() -> list[str]:
-    """Reasons not to repair seeds in the CPU sampler."""
-    module = "vllm.v1.sample.ops.topk_topp_sampler"
-    problems = _signature_problems(
-        {f"{module}:TopKTopPSampler.forward_cpu": ["self", "logits", "generators", "k", "p"]}
-    )
-    if _attribute(f"{module}:apply_top_k_top_p") is None:
-        problems.append(f"{module}:apply_top_k_top_p is missing")
-    return problems
+def _bound(function: Any, names: list[str]) -> list[str]:
+    """The parameter names without the one that a classmethod has bound."""
+    return names[1:] if inspect.ismethod(function) and names[:1] == ["cls"] else names
 
 
 def is_cpu() -> bool:

@@ -12,6 +12,7 @@ Legend: M tokens, K in features, N out features, R rank, L slots. S slices packe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,3 +81,13 @@ def add_lora(
             column += width
         if isinstance(group, torch.Tensor):
             y_MN.index_add_(0, group, target)
+
+
+def describe_batch(punica_wrapper: Any, max_loras: int) -> None:
+    """Give a CPU wrapper the batch description that vLLM's GPU wrapper has (`token_mapping_meta`), once, so that the
+    operators of `gpu_ops` can be run in plain torch. `register` keeps it up to date."""
+    if getattr(punica_wrapper, "token_mapping_meta", None) is None:
+        from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+        most = punica_wrapper._token_lora_indices.numel()
+        punica_wrapper.token_mapping_meta = LoRAKernelMeta.make(max_loras, most, device="cpu")

@@ -3,29 +3,35 @@
 Features, each behind its own test in `compat`:
   layers     LoRA linear classes replaced by our subclasses
   cpu_rows   (CPU) rows grouped by adapter whenever vLLM updates its mapping
+  paths      (GPU) paths timed and kernels compiled after loading, before the KV cache is sized
+  cache_key  vLLM's compile cache told apart from that of stock vLLM and of other switches
   matched    W8A16 activations where `additional_config={"epilora": {"activations": "w8a16"}}` asks for them
   float32    (CPU) float32 activations admitted with online quantisation; vLLM lists only bf16 and fp16
   seeds      (CPU) seeds honoured in batches in which only some rows have one; stock 0.28 draws all rows from the global
   generator
 
-vLLM swallows plugin errors and runs without the plugin: look at `installed()`. EPILORA_DISABLE=1 leaves stock vLLM.
-Idempotent, cheap, touches no device.
+vLLM swallows plugin errors and runs without the plugin: look at `installed()`. EPILORA_DISABLE=1 leaves stock vLLM;
+EPILORA_REQUIRE=1 makes it an error if the layers cannot be installed. Idempotent, cheap, touches no device.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from epilora.errors import UnsupportedKernel
+
 from . import compat
 
 logger = logging.getLogger(__name__)
 
 DISABLE_VARIABLE = "EPILORA_DISABLE"
+REQUIRE_VARIABLE = "EPILORA_REQUIRE"
 
 
 @dataclass(frozen=True)
@@ -59,27 +65,36 @@ def register() -> None:
         return
     features: list[str] = []
     reasons: dict[str, str] = {}
-    plan: list[tuple[str, bool, Callable[[], list[str]], Callable[[], None]]] = [
-        ("cpu_rows", True, compat.cpu_mapping_problems, _install_cpu_rows),
-        ("layers", False, compat.layer_problems, _install_layers),
-        ("matched", False, compat.loader_problems, _install_matched),
-        ("float32", True, compat.float32_problems, _install_float32),
-        ("seeds", True, compat.sampler_problems, _install_seeds),
-    ]
     cpu = compat.is_cpu()
-    for name, cpu_only, problems_of, install in plan:
-        if cpu_only and not cpu:
-            reasons[name] = "only needed on the CPU backend"
+    plan: list[tuple[str, str, Callable[[], None]]] = [
+        ("cpu_rows", "cpu", _install_cpu_rows),
+        ("layers", "", _install_layers),
+        ("paths", "gpu", _install_paths),
+        ("cache_key", "", _install_cache_key),
+        ("matched", "", _install_matched),
+        ("float32", "cpu", _install_float32),
+        ("seeds", "cpu", _install_seeds),
+    ]
+    for name, backend, install in plan:
+        if backend and (backend == "cpu") != cpu:
+            reasons[name] = f"only needed on the {backend.upper()} backend"
             continue
-        problems = problems_of()
+        problems = compat.problems(name)
         if name == "layers" and cpu and "cpu_rows" not in features:
             problems.append("needs cpu_rows")
+        if name == "paths" and "layers" not in features:
+            problems.append("needs layers")
         if problems:
             reasons[name] = "; ".join(problems)
             logger.warning("EpiLoRA: %s not installed, stock vLLM does it: %s", name, reasons[name])
             continue
         install()
         features.append(name)
+    if "layers" not in features and os.environ.get(REQUIRE_VARIABLE, "") == "1":
+        raise UnsupportedKernel(
+            f"{REQUIRE_VARIABLE}=1, but this vLLM's LoRA layers cannot be replaced: {reasons['layers']}; use vLLM 0.26 to"
+            " 0.33, or unset it to run stock"
+        )
     _status = Status(tuple(features), reasons)
     logger.info("EpiLoRA plugin installed: %s", ", ".join(features) or "nothing")
 
@@ -103,8 +118,50 @@ def _install_cpu_rows() -> None:
     def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         self._epilora_rows = group_rows(self.token_lora_indices)
+        meta = getattr(self, "token_mapping_meta", None)  # only with path=op
+        if meta is not None:
+            meta.prepare_tensors(self.token_lora_indices.int())
 
     PunicaWrapperCPU.update_metadata = update_metadata  # type: ignore[method-assign]
+
+
+def _install_paths() -> None:
+    from vllm.lora.model_manager import LoRAModelManager
+
+    stock = LoRAModelManager._create_lora_modules
+
+    @functools.wraps(stock)
+    def _create_lora_modules(self: Any) -> None:
+        stock(self)
+        from .gpu_load import hook_worker
+
+        hook_worker()
+
+    LoRAModelManager._create_lora_modules = _create_lora_modules  # type: ignore[method-assign]
+
+
+def _install_cache_key() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    from .settings import settings_of
+
+    stock = VllmConfig.compute_hash
+
+    @functools.wraps(stock)
+    def compute_hash(self: Any) -> str:
+        ours = f"epilora {_version()} {settings_of(self).traced()}"
+        return hashlib.sha256(f"{stock(self)} {ours}".encode()).hexdigest()[:10]
+
+    VllmConfig.compute_hash = compute_hash  # type: ignore[method-assign]
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    try:
+        return version("epilora")
+    except ImportError:  # run from a source tree that is not installed
+        return "source"
 
 
 def _install_matched() -> None:

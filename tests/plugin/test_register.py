@@ -5,17 +5,18 @@ import types
 
 import pytest
 
+from epilora.errors import UnsupportedKernel
 from epilora.plugin import compat, register
 
 pytestmark = pytest.mark.vllm
 
-FEATURES = {"layers", "cpu_rows", "matched", "float32", "seeds"}
+FEATURES = {"layers", "cpu_rows", "cache_key", "matched", "float32", "seeds"}
 
 
 def test_everything_is_installed_through_the_entry_point(main_engine):
     assert main_engine.info().plugin_active
     assert set(register.installed().features) == FEATURES
-    assert register.installed().reasons == {}
+    assert register.installed().reasons == {"paths": "only needed on the GPU backend"}
 
 
 def test_entry_point_names_register():
@@ -57,7 +58,7 @@ def fresh(monkeypatch):
     """register() as if it had not run, with installers that only note their names."""
     noted: list[str] = []
     monkeypatch.setattr(register, "_status", None)
-    for name in FEATURES:
+    for name in {*FEATURES, "paths"}:
         monkeypatch.setattr(register, f"_install_{name}", lambda name=name: noted.append(name))
     return noted
 
@@ -70,8 +71,13 @@ def test_disabled_by_variable(fresh, monkeypatch):
     assert register.installed().reasons == {"all": "EPILORA_DISABLE=1"}
 
 
+def unknown(monkeypatch, feature, problem):
+    stock = compat.problems
+    monkeypatch.setattr(compat, "problems", lambda name: [problem] if name == feature else stock(name))
+
+
 def test_an_unknown_feature_leaves_stock_and_is_logged_once(fresh, monkeypatch, caplog):
-    monkeypatch.setattr(compat, "layer_problems", lambda: ["apply takes other arguments"])
+    unknown(monkeypatch, "layers", "apply takes other arguments")
     with caplog.at_level(logging.WARNING, logger="epilora"):
         register.register()
         register.register()
@@ -84,7 +90,7 @@ def test_an_unknown_feature_leaves_stock_and_is_logged_once(fresh, monkeypatch, 
 
 
 def test_layers_need_the_row_mapping(fresh, monkeypatch):
-    monkeypatch.setattr(compat, "cpu_mapping_problems", lambda: ["no mapping"])
+    unknown(monkeypatch, "cpu_rows", "no mapping")
     register.register()
     assert "layers" not in fresh
     assert "needs cpu_rows" in register.installed().reasons["layers"]
@@ -93,23 +99,44 @@ def test_layers_need_the_row_mapping(fresh, monkeypatch):
 def test_cpu_features_stay_away_from_other_platforms(fresh, monkeypatch):
     monkeypatch.setattr(compat, "is_cpu", lambda: False)
     register.register()
-    assert set(fresh) == {"layers", "matched"}
+    assert set(fresh) == {"layers", "paths", "cache_key", "matched"}
 
 
-def test_patch_points_exist_in_the_installed_vllm():
-    for name in ("layer", "cpu_mapping", "loader", "float32", "sampler"):
-        assert getattr(compat, f"{name}_problems")() == [], name
+def test_required_layers_that_cannot_be_installed_are_an_error(fresh, monkeypatch):
+    unknown(monkeypatch, "layers", "apply takes other arguments")
+    monkeypatch.setenv("EPILORA_REQUIRE", "1")
+    with pytest.raises(UnsupportedKernel, match=r"EPILORA_REQUIRE=1.*apply takes other arguments.*0\.26"):
+        register.register()
+
+
+@pytest.mark.parametrize("feature", compat.WANTED)
+def test_patch_points_exist_in_the_installed_vllm(feature):
+    assert compat.problems(feature) == []
+
+
+def test_compile_caches_of_other_switches_are_not_shared(main_engine, monkeypatch):
+    from vllm.config import VllmConfig
+
+    def key(**ours):
+        return VllmConfig(additional_config={"epilora": ours}).compute_hash()
+
+    assert key() == key()
+    assert len({VllmConfig().compute_hash(), key(path="stock"), key(path="hybrid"), key(quantise="op")}) == 4
+    before = VllmConfig().compute_hash()
+    assert before != VllmConfig.compute_hash.__wrapped__(VllmConfig())  # stock vLLM's key
+    monkeypatch.setenv("EPILORA_PATH", "stock")
+    assert VllmConfig().compute_hash() != before
 
 
 def test_a_changed_signature_is_noticed(monkeypatch):
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
     monkeypatch.setattr(BaseLinearLayerWithLoRA, "apply", lambda self, hidden, bias=None: None)
-    (problem,) = compat.layer_problems()
+    (problem,) = compat.problems("layers")
     assert "BaseLinearLayerWithLoRA.apply" in problem
     assert "expected ['self', 'x', 'bias']" in problem
     monkeypatch.delattr(BaseLinearLayerWithLoRA, "_get_quant_method")
-    assert any("_get_quant_method is missing" in problem for problem in compat.layer_problems())
+    assert any("_get_quant_method is missing" in problem for problem in compat.problems("layers"))
 
 
 @pytest.mark.parametrize(

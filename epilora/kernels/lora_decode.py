@@ -3,7 +3,11 @@
     xq, x_scale = quantise(x);  h = x A^T          prologue (extra blocks of the shrink quantise)
     y = (xq W^T) w_scale x_scale + bias + h B^T    GEMM, a programmatic dependent of the prologue
 
-On sm_90 and newer both kernels are CUDA C++ (`cuda/decode.cu`): the GEMM fills a ring of shared memory with weights while
+For one token (and without adapters up to four, where that is faster) both steps are one launch: every block quantises for itself, does
+a share of the shrink and gets the others' shares as values beside the number of the call. Its blocks wait for each other, so all
+of them must be resident at once: at most one a multiprocessor, and not on more than one stream at a time.
+
+On sm_90 and newer the kernels are CUDA C++ (`cuda/decode.cu`): the GEMM fills a ring of shared memory with weights while
 the prologue still runs, starts to multiply when the tokens' codes are there (one flag a token), and waits for the prologue's
 end only in the warps that do the up-projection, beside the main loop. With `overlap_previous` the prologue is itself a
 dependent of whatever ran before, waiting before it reads x, so that the weights of this projection start to stream in the
@@ -133,7 +137,8 @@ def tuned_entries(device_name: str) -> tuple[dict, ...]:
 def config_for(
     M: int, N: int, K: int, R: int, L: int, *, device_name: str = "", distinct_adapters: int | None = None
 ) -> DecodeConfig:
-    """The table's entry for this shape, else a stated default: 128 blocks of equal height where N allows it.
+    """The table's entry for this shape, else a stated default: one launch for one token, else two with 128 blocks of equal height
+    where N allows it.
 
     M, N, K, R, L: tokens, out features, in features, rank (0: none), slots. device_name: as torch names the GPU.
     distinct_adapters: how many adapters the batch is expected to hold (speed only); None: one is expected, and blocks that would idle
@@ -151,6 +156,10 @@ def config_for(
         tuned = dataclasses.replace(DecodeConfig(**best["config"]), shrink_groups=groups)
         if is_legal(tuned, M, K, [N] + [16] * (MAX_SLICES - 1), R):  # a much larger rank may leave the ring no room
             return tuned
+    if M == 1:
+        return DecodeConfig(
+            row_tiles=2, k_warps=4, stage_k=512, window_kib=48, shrink_splits=8, shrink_groups=groups, fused=1
+        )
     return DecodeConfig(
         row_tiles=3 if -(-N // 16) % 384 == 0 else 2,
         stage_k=512 if M > 16 else 1024,

@@ -187,7 +187,7 @@ def test_is_legal_refuses():
     assert not is_legal(fused, 9, 4096, [4096], 64)
     assert not is_legal(dataclasses.replace(fused, wgmma=True), 1, 4096, [4096], 64)
     assert not is_legal(dataclasses.replace(fused, fused=9), 8, 4096, [4096], 64)  # more groups than multiplying warps
-    assert num_stages(fused, 1, 1, 64, 227 * 1024, 12288) < num_stages(fused, 1, 1, 64, 227 * 1024, 4096)
+    assert num_stages(fused, 8, 1, 64, 227 * 1024, 12288) < num_stages(fused, 8, 1, 64, 227 * 1024, 4096)
 
 
 CONFIGS = [

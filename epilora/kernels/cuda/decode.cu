@@ -28,9 +28,9 @@
 
 #ifdef WARPS
 // Blocks 0 .. num_quant-1 quantise one token each; the others compute h for (slot group, slice, part of K, 8 ranks).
-// Few registers, so that these blocks are resident beside the gemm blocks of the projection before and of their own: their
-// hints are done when they wake up, and no weight waits for them. (Up to 8 warps.)
-extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS <= 4 ? 5 : WARPS <= 8 ? 3 : 2)
+// Up to 8 warps they are resident beside the gemm blocks of the projection before (without an adapter; with one, 16 warps that are
+// not proved faster).
+extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS <= 4 ? 5 : WARPS <= 8 ? 3 : 1)
 prologue(const u16* x, long long stride_xm, int M, int K, u8* xq, float* x_scale, float* h, const Adapters ad, int num_quant,
          int splits, int groups, u32* ready, u32 token) {
   pdl_launch_dependents();
@@ -232,7 +232,7 @@ __device__ __forceinline__ void lora_sync() { __syncwarp(); asm volatile("bar.sy
 // The prologue's dependent, or a launch of its own (FUSED). x, stride_xm, pairs are for FUSED only; x_map, x_scale, h, token are not.
 // pairs: h as (value, call) pairs, see store_pair. hints: read slots and prefetch before the wait. ready: [m] token m's flag, [32] blocks
 // that saw them; FUSED: [0] number of the last call, [1] blocks that know it.
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 2 + LW) * 32 * (FUSED || RB > 4 ? 3 : 4) / 3)  // two launches: a quarter of the registers stays free
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 2 + LW) * 32 * (FUSED || RB > 0 ? 3 : 4) / 3)  // no adapter: room for a prologue block
 gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, int deep, const float* x_scale, const float* w_scale,
      int w_scale_stride, const u16* bias, const float* h, int splits, const Adapters ad, u16* y, long long stride_ym, int M, int N, int K,
      int stages, int window, u32* ready, u32 token, const u16* x, long long stride_xm, u64* pairs, int hints) {
@@ -384,7 +384,7 @@ gemm(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap 
   float* shrink_red = delta + BN * TOKENS;  // [LW][RED_ROWS][8], FUSED only
   u16* h16 = reinterpret_cast<u16*>(shrink_red + SHRINK_RED);  // [slices][TOKENS][RANK_PITCH]
   Slots slots = {-1, 0, 0};
-  bool guessed = hints;  // slots were read before the wait: to be compared with what they are after it
+  bool guessed = FUSED && hints;  // slots were read before the wait: to be compared with what they are after it
   if (warp >= LORA_WARP && hints) {
 #if FUSED
     if (warp == LORA_WARP) guess_of_token[lane] = load_slots(ad, M).slot;

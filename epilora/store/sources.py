@@ -29,7 +29,13 @@ from .peft_files import (
 from .safetensors_io import read_tensors
 from .torch_bin import read_torch_bin
 
-SCHEMES = {"file": "", "s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "memory": ""}
+SCHEMES = {  # what the user installs when fsspec lacks the package
+    "file": "",
+    "s3": "'epilora[remote]' (s3fs)",
+    "gs": "'epilora[remote]' (gcsfs)",
+    "hf": "huggingface_hub",
+    "memory": "",
+}
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://(?P<path>.*)", re.DOTALL)
 
 
@@ -87,15 +93,15 @@ def _filesystem(scheme: str) -> Any:
         return fsspec.filesystem(scheme)
     except ImportError as err:
         raise AdapterRejected(
-            f"{scheme}:// needs the package {SCHEMES[scheme]}: pip install {SCHEMES[scheme]}"
+            f"{scheme}:// needs a package that is not installed ({err}): pip install {SCHEMES[scheme]}"
         ) from err
 
 
 def _exists(system: Any, path: str, source: str) -> bool:
     try:
         return bool(system.exists(path))
-    except OSError as err:
-        raise AdapterRejected(f"{source} cannot be read: {err}") from err
+    except Exception as err:  # every cloud's client has errors of its own: no credentials, no such bucket, no network
+        raise AdapterRejected(f"{source} cannot be read: {type(err).__name__}: {err}") from err
 
 
 def _read(system: Any, path: str, source: str, max_bytes: int) -> bytes:
@@ -105,8 +111,8 @@ def _read(system: Any, path: str, source: str, max_bytes: int) -> bytes:
             data: bytes = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise AdapterRejected(f"{name} is missing in {source}") from None
-    except OSError as err:
-        raise AdapterRejected(f"{name} of {source} cannot be read: {err}") from err
+    except Exception as err:
+        raise AdapterRejected(f"{name} of {source} cannot be read: {type(err).__name__}: {err}") from err
     if len(data) > max_bytes:
         raise AdapterRejected(f"{name} of {source} has more than the {max_bytes} bytes that are allowed")
     return data

@@ -68,8 +68,11 @@ def test_what_is_wrong_at_a_url_is_said(bucket: str, monkeypatch: pytest.MonkeyP
         raise ImportError(scheme)
 
     monkeypatch.setattr(fsspec, "filesystem", missing)
-    with pytest.raises(AdapterRejected, match="s3:// needs the package s3fs: pip install s3fs"):
-        read_peft("s3://bucket/a")
+    for scheme, package in (("s3", "remote.*s3fs"), ("gs", "remote.*gcsfs"), ("hf", "huggingface_hub")):
+        with pytest.raises(
+            AdapterRejected, match=rf"{scheme}:// needs a package that is not installed .*: pip install .*{package}"
+        ):
+            read_peft(f"{scheme}://bucket/a")
 
 
 def test_roots_bound_sources(tmp_path: Path) -> None:

@@ -144,7 +144,9 @@ async def _share_base(results: Results, engine: Any, trainer: Any, gpu: Any, rou
     facts = await _receive(trainer)
     if "failure" in facts:
         raise RuntimeError(facts["failure"])
-    facts["nvml_added_bytes"] = gpu.used_bytes() - before
+    added = gpu.used_bytes() - before
+    await asyncio.to_thread(trainer.send, "go on")  # it allocates its adapter now
+    facts["nvml_added_bytes"] = added
     facts["copies"] = 1 + facts["own_bytes"] / manifest.num_bytes
     facts["nvml_used_gib"] = gpu.used_bytes() / GIB
     facts["host_pss_gib"] = tree_pss_bytes(os.getpid()) / GIB
@@ -188,7 +190,9 @@ async def _publish(results: Results, engine: Any, trainer: Any, publishes: int) 
     started = time.perf_counter()
     sealed = await engine.seal_draft(f"policy-{publishes - 1}", version, source)
     seal_ms = (time.perf_counter() - started) * 1e3
+    await engine.reset_prefix_cache()
     by_digest = await engine.generate(_requests(digest, "sealed", 1, 1))
+    await engine.reset_prefix_cache()
     by_draft = await engine.generate(_requests(f"policy-{publishes - 1}", "draft", 1, 1))
     results.add(
         f"publish/{SHAPE}",
@@ -273,13 +277,33 @@ async def _release(results: Results, engine: Any, gpu: Any, rounds: int, cases: 
         print(f"kv chunks {chunk_mib} MiB keep {keep}:", found, flush=True)
 
 
+def _apart(one: Any, other: Any) -> tuple[int, float]:
+    """(tokens two completions have in common from the start, largest difference of their log-probabilities up to there)."""
+    pairs = list(zip(one.token_ids, other.token_ids, strict=True))
+    common = next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    gaps = [abs(a - b) for a, b in zip(one.logprobs[:common], other.logprobs[:common], strict=True)]
+    return common, max(gaps, default=0.0)
+
+
 async def _tenants_during(results: Results, engine: Any) -> None:
-    """A share of the cache stays: tenants are answered, rollouts wait for the rest and end as they would have."""
+    """A share of the cache stays: tenants are answered, rollouts wait for the rest and go on from where they were.
+
+    Tenants meet the same batches with and without the release, so their answers are equal bit for bit. Rollouts compute
+    their keys and values anew, in other batches: they are compared with rollouts that were preempted and lost nothing.
+    """
     long = dataclasses.replace(_requests(None, "r")[0].sampling, max_tokens=256)
     rollouts = [dataclasses.replace(r, kind="rollout", sampling=long) for r in _requests(None, "r")]
-    want = await engine.generate(_requests(None, "want"))
-    alone = await engine.generate(rollouts)
-    running = asyncio.ensure_future(engine.generate(rollouts))
+
+    async def fresh(requests: list[GenerateRequest]) -> list[Any]:
+        await engine.reset_prefix_cache()
+        return await engine.generate(requests)
+
+    want, alone = await fresh(_requests(None, "want")), await fresh(rollouts)
+    running = asyncio.ensure_future(fresh(rollouts))
+    await asyncio.sleep(0.3)
+    await engine._call(lambda: engine._engine.reset_prefix_cache(reset_running_requests=True))
+    preempted = await running
+    running = asyncio.ensure_future(fresh(rollouts))
     await asyncio.sleep(0.3)
     await engine.release_kv(0.25)
     tenants = await engine.generate(_requests(None, "t"))
@@ -297,12 +321,12 @@ async def _tenants_during(results: Results, engine: Any) -> None:
         1,
         [c.ttft_ms for c in tenants],
         unit="ms",
-        tenants_equal=[c.token_ids for c in tenants] == [c.token_ids for c in want],
+        tenants_equal=[(c.token_ids, c.logprobs) for c in tenants] == [(c.token_ids, c.logprobs) for c in want],
         rollouts_waited=waited,
         nobody_ran_without_cache=nobody,
-        rollouts_equal=sum(a.token_ids == b.token_ids for a, b in zip(alone, done, strict=True)),
+        released_common_and_gap=[_apart(a, b) for a, b in zip(alone, done, strict=True)],
+        preempted_common_and_gap=[_apart(a, b) for a, b in zip(alone, preempted, strict=True)],
     )
-    results.write()
 
 
 # ---- the trainer's process -------------------------------------------------------------------------------------------
@@ -339,6 +363,7 @@ def _trainer(pipe: Any) -> None:
         manifest = pipe.recv()
         device, base, facts = _attach(manifest)
         pipe.send({**facts, "own_operand": own})
+        pipe.recv()
     except Exception as err:
         pipe.send({"failure": repr(err)})
         raise

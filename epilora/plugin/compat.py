@@ -31,6 +31,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 BASE_LINEAR = "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"
+WRAPPER = "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase"
 CPU_WRAPPER = "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU"
 GPU_WRAPPER = "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU"
 KERNEL_META = "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta"
@@ -51,8 +52,9 @@ WANTED: dict[str, dict[str, list[str] | None]] = {
         "vllm.config.vllm:get_current_vllm_config_or_none": [],
     },
     "cpu_rows": {
-        f"{CPU_WRAPPER}.update_metadata": ["self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
-        "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.token_lora_indices": None,
+        f"{WRAPPER}.update_metadata": ["self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
+        f"{WRAPPER}.token_lora_indices": None,
+        CPU_WRAPPER: None,
     },
     "matched": {
         "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model": [
@@ -101,6 +103,12 @@ KERNEL_META_FIELDS = (
     "num_active_loras_cpu",
     "default_num_active_loras_cpu",
 )
+
+
+def touched() -> list[str]:
+    """Every name of vLLM that the plugin's features need, for `scripts/vllm_facts.py`."""
+    names = {path for wanted in (*WANTED.values(), WORKER_WANTED) for path in wanted}
+    return sorted(names | {f"{KERNEL_META}.{field}" for field in KERNEL_META_FIELDS})
 
 
 def problems(feature: str) -> list[str]:

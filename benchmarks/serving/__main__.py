@@ -5,6 +5,7 @@ wave is one set of settings, equal on both sides:
 
   one         one adapter slot; time per output token of one request: one adapter, none, LoRA off
   many        32 slots; the same, and the throughput of 32 tenants and of no adapter at all
+  brief       the headline rows of both from one set of engines
   fp8         throughput with adapters stored in FP8 beside stock
   online      32 slots, traces served by the clock: poisson at several rates and both prompt lengths, then wildchat
   kv          vLLM sizes the KV cache itself; engines one after another, alone on the GPU

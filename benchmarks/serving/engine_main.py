@@ -28,6 +28,7 @@ class Engine:
     def __init__(self, spec: EngineSpec, loaded: Callable[[], None]) -> None:
         """loaded: called when weights are loaded and our plugin has chosen its paths, before vLLM compiles."""
         from vllm import EngineArgs
+        from vllm.model_executor.models import registry
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from epilora.plugin import compat, register
@@ -37,6 +38,8 @@ class Engine:
         assert status is not None
         if status.active != spec.variant.startswith(OURS):
             raise RuntimeError(f"variant {spec.variant}: plugin active is {status.active}: {status.reasons}")
+        # vLLM looks at a model's class in a process of its own, which imports everything again: seconds an engine.
+        registry._run_in_subprocess = lambda fn: fn()
         given = self._arguments(spec)
         self.spec = spec
         _before_profiling(loaded)

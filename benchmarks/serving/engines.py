@@ -103,19 +103,6 @@ class EngineSpec:
         return told
 
 
-def _cache_folder(folder: pathlib.Path) -> pathlib.Path:
-    """A folder for vLLM's caches: compiled artefacts of its own (engines that start side by side must not write one
-    another's), what vLLM finds out about model classes (seconds, in a process of its own) shared with its neighbours.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    shared = folder.parent / "modelinfos"
-    shared.mkdir(exist_ok=True)
-    link = folder / "modelinfos"
-    if not link.is_symlink():
-        link.symlink_to(shared, target_is_directory=True)
-    return folder
-
-
 class EngineProcess:
     """An engine in its own process. Construction and `build` return at once; `wait_ready` waits for the engine."""
 
@@ -128,9 +115,9 @@ class EngineProcess:
         work.mkdir(parents=True, exist_ok=True)
         EngineProcess._made += 1
         self.log = work / f"{EngineProcess._made}-{spec.variant}.log"
-        # A cache per variant: engines that start side by side must not write one another's artefacts.
+        # A cache for each: engines that start side by side must not write one another's artefacts.
         environment = dict(os.environ) | {
-            "VLLM_CACHE_ROOT": str(work / "cache" / spec.variant),
+            "VLLM_CACHE_ROOT": str(work / "cache" / f"{spec.variant}-s{spec.slots}"),
             "PYTHONUNBUFFERED": "1",
         }
         for key, value in (spec.environment() | (extra_env or {})).items():

@@ -35,11 +35,11 @@ class Limits:
     rank: int = RANK
     load_format: str = "dummy"
     max_model_len: int = 4096
-    kv_one: int = 2 * GIB
+    kv_one: int = 768 << 20
     kv_many: int = 14 * GIB
     seqs_one: int = 8
     seqs_many: int = 128
-    batched_one: int = 2048
+    batched_one: int = 128
     batched_many: int = 8192
     capture_one: tuple[int, ...] = (1, 2, 4, 8)
     capture_many: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 96, 128)
@@ -55,6 +55,8 @@ class Limits:
         (OURS, STOCK[3], STOCK[1], NO_LORA),
         (OURS, STOCK[2], STOCK[0], NO_LORA),
     )
+    brief_many: tuple[str, ...] = (OURS, STOCK[3], NO_LORA)
+    brief_one: tuple[str, ...] = (OURS, STOCK[3], STOCK[1])
     profile_prefill: int = 2048
     equality_tokens: int = 384
     equality_repeats: int = 2
@@ -67,7 +69,8 @@ TINY = Limits(
     slots_many=2, rank=16, load_format="auto", max_model_len=128, kv_one=16 << 20, kv_many=32 << 20, seqs_many=8,
     batched_one=128, batched_many=256, capture_one=(), capture_many=(), capture_default=(), capture_long=(), tpot_prompt=8,
     tpot_new=6, throughput_requests=6, throughput_prompt=8, throughput_new=4, online_prompts=(8,),
-    groups_many=((OURS, STOCK[0], NO_LORA),), equality_tokens=48, equality_repeats=4, profile_prefill=64,
+    groups_many=((OURS, STOCK[0], NO_LORA),), brief_many=(OURS, STOCK[0]), brief_one=(OURS, STOCK[0]),
+    equality_tokens=48, equality_repeats=4, profile_prefill=64,
     equality_batches=("base", "adapters"),  # stock's CPU build gives rows without an adapter the last slot's
 )  # fmt: skip
 
@@ -156,43 +159,52 @@ class Run:
             self.results = Results(self.out, summary.summarise, self.command)
 
     @contextlib.contextmanager
-    def engines(self, spec: EngineSpec, variants: Sequence[str], adapters: int) -> Iterator[dict[str, EngineProcess]]:
-        """Engines of those variants that this run wants, built side by side and holding `adapters` adapters.
+    def engines(self, spec: EngineSpec, variants: Sequence[str]) -> Iterator[dict[str, EngineProcess]]:
+        """Engines of those variants that this run wants (see `fleet`)."""
+        with self.fleet([(spec, variants)]) as groups:
+            yield groups[0]
 
-        Ours loads first and alone: it times its kernels then, and nothing else may use the GPU meanwhile. Without a GPU
-        engines are built one after another: there are few cores.
+    @contextlib.contextmanager
+    def fleet(self, groups: Sequence[tuple[EngineSpec, Sequence[str]]]) -> Iterator[list[dict[str, EngineProcess]]]:
+        """Engines of several specifications, built side by side; every slot holds an adapter. Those that start, by group.
+
+        Ours load first and one by one: they time their kernels then, and nothing else may use the GPU meanwhile. Without a
+        GPU engines are built one after another: there are few cores.
         """
-        wanted = sorted((v for v in variants if v in self.variants), key=lambda v: not v.startswith(OURS))
-        processes: dict[str, EngineProcess] = {}
-        for variant in wanted:
-            spare = self.spares.get(variant, [])
-            processes[variant] = spare.pop() if spare else EngineProcess(spec.as_variant(variant), self.work)
-        ready: dict[str, EngineProcess] = {}
+        members: list[tuple[int, EngineSpec, EngineProcess]] = []
+        for index, (spec, variants) in enumerate(groups):
+            for variant in (v for v in variants if v in self.variants):
+                wanted = spec.as_variant(variant)
+                spare = self.spares.get(variant, [])
+                members.append((index, wanted, spare.pop() if spare else EngineProcess(wanted, self.work)))
+        members.sort(key=lambda member: not member[1].variant.startswith(OURS))
+        ready: list[dict[str, EngineProcess]] = [{} for _ in groups]
         try:
             self._open()
             until = time.monotonic() + min(self.limits.start_timeout_s, max(self.time_left(), 1.0))
-            for variant, process in processes.items() if self.has_gpu() else ():
-                process.build(spec.as_variant(variant))
-                if variant.startswith(OURS):
+            for _, spec, process in members if self.has_gpu() else ():
+                process.build(spec)
+                if spec.variant.startswith(OURS):
                     with contextlib.suppress(EngineFailed):  # wait_ready meets the same failure and keeps its reason
-                        print(f"{variant} loaded after {process.wait_loaded(300.0):.1f} s", flush=True)
-            for variant, process in processes.items():
+                        seconds = process.wait_loaded(max(1.0, until - time.monotonic()))
+                        print(f"{spec.variant} of {spec.slots} slots loaded after {seconds:.1f} s", flush=True)
+            for index, spec, process in members:
                 try:
                     if not self.has_gpu():
-                        process.build(spec.as_variant(variant))
+                        process.build(spec)
                     facts = process.wait_ready(max(1.0, until - time.monotonic()))
-                    if process.spec.slots:
-                        process.call("load_adapters", count=min(adapters, spec.slots), rank=spec.rank)
+                    if spec.slots:
+                        process.call("load_adapters", count=spec.slots, rank=spec.rank)
                 except EngineFailed as err:
-                    self.failure(f"start/{self.name}/s{spec.slots}", variant, str(err))
+                    self.failure(f"start/{self.name}/s{spec.slots}", spec.variant, str(err))
                     process.close()
                     continue
-                ready[variant] = process
-                print(f"{variant} ready after {facts['ready_after_s']} s", flush=True)
+                ready[index][spec.variant] = process
+                print(f"{spec.variant} of {spec.slots} slots ready after {facts['ready_after_s']} s", flush=True)
                 self._started_row(process)
             yield ready
         finally:
-            for process in processes.values():
+            for *_, process in members:
                 process.close()
 
     def failure(self, case: str, variant: str, reason: str) -> None:

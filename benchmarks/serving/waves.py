@@ -54,18 +54,33 @@ FP8_VARIANTS = (OURS_FP8, STOCK[3], STOCK[1])
 
 def first_variants(run: Run, wave: str) -> tuple[str, ...]:
     """The engines a wave starts with, so that their processes can be there in time."""
-    by_wave = {"one": ONE_VARIANTS, "many": run.limits.groups_many[0], "fp8": FP8_VARIANTS, "online": ONLINE_VARIANTS}
+    limits = run.limits
+    by_wave = {"one": ONE_VARIANTS, "many": limits.groups_many[0], "fp8": FP8_VARIANTS, "online": ONLINE_VARIANTS}
+    by_wave["brief"] = (*limits.brief_many, *limits.brief_one)
     return by_wave.get(wave, ())
 
 
-def wave_one(run: Run) -> None:
+def _one_spec(run: Run) -> EngineSpec:
     limits = run.limits
-    spec = run.spec(
-        SLOTS_ONE, kv_bytes=limits.kv_one, max_num_seqs=limits.seqs_one, max_num_batched_tokens=limits.batched_one
-    )
-    spec = replace(spec, capture_sizes=limits.capture_one)
-    with run.engines(spec, ONE_VARIANTS, SLOTS_ONE) as engines:
+    spec = run.spec(SLOTS_ONE, kv_bytes=limits.kv_one, max_num_seqs=limits.seqs_one)
+    return replace(spec, max_num_batched_tokens=limits.batched_one, capture_sizes=limits.capture_one)
+
+
+def wave_one(run: Run) -> None:
+    with run.engines(_one_spec(run), ONE_VARIANTS) as engines:
         _tpot_rows(run, engines, SLOTS_ONE)
+
+
+def wave_brief(run: Run) -> None:
+    """The headline rows from one set of engines: where machine time is short. LoRA off stands once, beside both."""
+    one, many = run.limits.brief_one, run.limits.brief_many
+    with run.fleet([(_many_spec(run), many), (_one_spec(run), one)]) as (engines, single):
+        if NO_LORA in engines:
+            single[NO_LORA] = engines[NO_LORA]
+        _tpot_rows(run, single, SLOTS_ONE)
+        _tpot_rows(run, engines, run.limits.slots_many)
+        _throughput_rows(run, engines)
+        _profiles(run, engines, run.limits.slots_many)
 
 
 def _many_spec(run: Run) -> EngineSpec:
@@ -79,7 +94,7 @@ def wave_many(run: Run) -> None:
         if run.time_left() <= 0:
             print(f"out of time before {', '.join(group)}", flush=True)
             return
-        with run.engines(_many_spec(run), group, run.limits.slots_many) as engines:
+        with run.engines(_many_spec(run), group) as engines:
             _tpot_rows(run, engines, run.limits.slots_many)
             _throughput_rows(run, engines)
             _profiles(run, engines, run.limits.slots_many)
@@ -87,7 +102,7 @@ def wave_many(run: Run) -> None:
 
 def wave_fp8(run: Run) -> None:
     """Adapters stored in FP8, beside stock's fastest at this batch size."""
-    with run.engines(_many_spec(run), FP8_VARIANTS, run.limits.slots_many) as engines:
+    with run.engines(_many_spec(run), FP8_VARIANTS) as engines:
         _throughput_rows(run, engines)
 
 
@@ -135,7 +150,7 @@ def wave_online(run: Run) -> None:
     captures = dict.fromkeys((limits.capture_default, limits.capture_long))
     for capture in captures:
         spec = replace(_many_spec(run), capture_sizes=capture)
-        with run.engines(spec, ONLINE_VARIANTS, limits.slots_many) as engines:
+        with run.engines(spec, ONLINE_VARIANTS) as engines:
             largest = max(capture, default=0)
             for prompt in limits.online_prompts:
                 for rate in run.rates:
@@ -176,7 +191,7 @@ def wave_kv(run: Run) -> None:
     """KV tokens that vLLM finds room for, engine by engine, each alone on the GPU."""
     for variant in (OURS, STOCK[0]):
         spec = replace(_many_spec(run), kv_bytes=0, gpu_memory_utilization=0.9)
-        with run.engines(spec, (variant,), run.limits.slots_many) as engines:
+        with run.engines(spec, (variant,)) as engines:
             for process in engines.values():
                 case = f"kv_tokens/{run.name}/s{run.limits.slots_many}"
                 run.add(case, process, variant, 0, [process.facts["kv_tokens"]], "tokens")
@@ -188,7 +203,7 @@ def wave_large(run: Run) -> None:
     spec = run.spec(8, kv_bytes=limits.kv_one, max_num_seqs=8, max_num_batched_tokens=limits.batched_one)
     spec = replace(spec, capture_sizes=limits.capture_one)
     for variant in (OURS, STOCK[3], STOCK[1], NO_LORA):
-        with run.engines(spec, (variant,), 8) as engines:
+        with run.engines(spec, (variant,)) as engines:
             _tpot_rows(run, engines, SLOTS_ONE)
             sizes = {"prompt_tokens": limits.tpot_prompt, "new_tokens": limits.tpot_new}
 
@@ -205,7 +220,7 @@ def wave_equality(run: Run) -> None:
     """
     limits = run.limits
     spec = replace(_many_spec(run), max_num_batched_tokens=max(limits.equality_tokens // 2, limits.seqs_many))
-    with run.engines(spec, (OURS, STOCK[0]), limits.slots_many) as engines:
+    with run.engines(spec, (OURS, STOCK[0])) as engines:
         _equality_rows(run, engines)
 
 
@@ -242,7 +257,7 @@ def _equality_rows(run: Run, engines: dict[str, EngineProcess]) -> None:
 
 def wave_smoke(run: Run) -> None:
     """Every question once on one set of engines: what a test runs."""
-    with run.engines(_many_spec(run), (OURS, STOCK[0], NO_LORA), run.limits.slots_many) as engines:
+    with run.engines(_many_spec(run), (OURS, STOCK[0], NO_LORA)) as engines:
         _tpot_rows(run, engines, run.limits.slots_many)
         _throughput_rows(run, engines)
         lora = {variant: process for variant, process in engines.items() if variant != NO_LORA}
@@ -253,6 +268,7 @@ def wave_smoke(run: Run) -> None:
 
 WAVES: dict[str, Callable[[Run], None]] = {
     "one": wave_one,
+    "brief": wave_brief,
     "many": wave_many,
     "fp8": wave_fp8,
     "online": wave_online,

@@ -23,11 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from epilora.config.schema import Correction, JobConfig, Placement
+from epilora.config.schema import Correction, JobConfig
 from epilora.errors import BaseMismatch, EpiloraError
-from epilora.tasks.base import checked_score
+from epilora.sizing import RECIPES
+from epilora.tasks.base import RewardError, checked_score
 from epilora.types import AdapterSpec, AdapterVersion, Completion, GenerateRequest, Rollout, RolloutGroup, Sampling
 from jobs.checkpoints import Checkpoints, LoopState
+from jobs.screening import Screening, StepScreening
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +38,16 @@ MAX_TURN_WAIT_S = 5.0  # how long a training step lets tenants' promises go firs
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts of one step. policy_step: optimizer steps the sampling version had seen; generate_s: wall time."""
+    """Rollouts of one step. policy_step: optimizer steps the sampling version had seen; generate_s: wall time; screened: what
+    was left out.
+    """
 
     index: int
     groups: tuple[RolloutGroup, ...]
     version: AdapterVersion
     policy_step: int
     generate_s: float
+    screened: StepScreening
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class RLLoop:
         self._engine, self._trainer, self._store, self._task = engine, trainer, store, task
         self._record = record
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.rl.keep_checkpoints)
+        self._screening = Screening(run_dir, config.rl.left_out_share)
         self.name = f"policy-{config.name}"
         self.session = self.name
         self.step = 0
@@ -104,6 +110,7 @@ class RLLoop:
         """Open the trainer's session, or take up the last checkpoint if the configuration says so."""
         info = await self._engine.info()
         self._base_digest, self._base_model = info.base_digest, info.model_name
+        self._context_tokens = info.max_model_len
         if self.config.deterministic:
             await self._wait_until_idle()
         await self._drop_left_over_versions()
@@ -188,7 +195,9 @@ class RLLoop:
 
     async def _sample(self, index: int, cursor: int, policy: Policy) -> Batch:
         rl = self.config.rl
-        problems = [self._task.problem("train", cursor + i) for i in range(rl.prompts_per_step)]
+        asked = [self._task.problem("train", cursor + i) for i in range(rl.prompts_per_step)]
+        screened = self._screening.of_step(index, len(asked))
+        problems = [problem for problem in asked if await self._fits(problem, screened)]
         if self.config.deterministic:
             await self._engine.reset_prefix_cache()
         centering = self.config.loss.correction is Correction.score_centering
@@ -217,11 +226,25 @@ class RLLoop:
             await self._engine.abort([r.request_id for r in requests])
             raise
         took = time.monotonic() - start
-        groups = tuple(
-            self._group(problem, completions[i * rl.group_size : (i + 1) * rl.group_size], policy)
-            for i, problem in enumerate(problems)
-        )
-        return Batch(index, groups, policy.version, policy.step, took)
+        groups = []
+        for i, problem in enumerate(problems):
+            try:
+                groups.append(self._group(problem, completions[i * rl.group_size : (i + 1) * rl.group_size], policy))
+            except RewardError as err:
+                screened.leave_out("reward_failed", problem.problem_id, err)
+        return Batch(index, tuple(groups), policy.version, policy.step, took, screened)
+
+    async def _fits(self, problem: Any, screened: StepScreening) -> bool:
+        """Whether prompt and answer fit the engine's context; reports the problem if not."""
+        room = self._context_tokens - self.config.rl.max_tokens
+        if len(problem.prompt.encode()) <= room:  # a token is at least one byte
+            return True
+        tokens = len(await self._engine.tokenize(problem.prompt))
+        if tokens <= room:
+            return True
+        why = f"{tokens} tokens and rl.max_tokens={self.config.rl.max_tokens} exceed {self._context_tokens} (engine.max_model_len)"
+        screened.leave_out("prompt_too_long", problem.problem_id, why)
+        return False
 
     def _group(self, problem: Any, completions: list[Completion], policy: Policy) -> RolloutGroup:
         rollouts = []
@@ -249,7 +272,7 @@ class RLLoop:
     async def _train(self, batch: Batch) -> dict[str, float]:
         staleness = self.step - batch.policy_step
         assert staleness <= self.config.rl.max_staleness, f"batch {batch.index} is {staleness} steps old"
-        released = self.config.trainer.placement is Placement.shared_kv_released
+        released = not RECIPES[self.config.trainer.placement].kv_kept
         waited_s = await self._engine.trainer_turn(MAX_TURN_WAIT_S)
         start = time.monotonic()
         if released:
@@ -274,6 +297,7 @@ class RLLoop:
             "rollout/tokens": tokens,
             "rollout/tok_s": tokens / batch.generate_s,
             "rollout/staleness_steps": staleness,
+            **batch.screened.metrics(),
             **{key if "/" in key else f"train/{key}": value for key, value in trained.items()},
             "time/generate_s": batch.generate_s,
             "time/turn_wait_s": waited_s,

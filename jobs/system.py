@@ -24,6 +24,7 @@ from epilora.config.schema import JobConfig
 from epilora.models import resolve_model_path
 from epilora.serving.tenant_file import put_tenants
 from epilora.serving.tenants import TenantConfig, hash_key, issue_key
+from epilora.sizing import RECIPES
 from epilora.types import EngineInfo
 
 ENGINE_FACTORY = "epilora.plugin.engine:VllmEngine"
@@ -66,12 +67,7 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
             "seed": engine.seed,
         },
         trainer_factory=TRAINER_FACTORY,
-        trainer_kwargs={
-            "dtype": trainer.dtype,
-            "micro_batch_tokens": trainer.micro_batch_tokens,
-            "logprob_chunk": trainer.logprob_chunk,
-            "checkpoint_activations": trainer.checkpoint_activations,
-        },
+        trainer_kwargs=trainer_kwargs(config),
         bundle=plan.bundle,
         engine_options=plan.engine_options,
         trainer_options=plan.trainer_options,
@@ -79,6 +75,22 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
         bundle_labels=plan.labels,
     )
     return request, plan
+
+
+def trainer_kwargs(config: JobConfig) -> dict[str, Any]:
+    """What the trainer's factory is called with."""
+    trainer, recipe = config.trainer, RECIPES[config.trainer.placement]
+    return {
+        "dtype": trainer.dtype,
+        "micro_batch_tokens": trainer.micro_batch_tokens,
+        "logprob_chunk": trainer.logprob_chunk,
+        "checkpoint_activations": trainer.checkpoint_activations,
+        "device": "cuda" if config.engine.num_gpus else "cpu",
+        "gemm_mode": trainer.gemm_mode,
+        "own": recipe.own,
+        "offloaded": recipe.offloaded,
+        "gives_memory_back": not recipe.kv_kept,
+    }
 
 
 class System:

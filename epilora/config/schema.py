@@ -87,7 +87,12 @@ class TrainerConfig:
     micro_batch_tokens: int = 8192  # padded tokens of one forward and backward pass
     logprob_chunk: int = 2048  # tokens whose logits exist at once
     checkpoint_activations: bool = False
+    gemm_mode: str = "panel"  # of the GPU's linears: "panel" (fast) or "registers" (the matched engine's arithmetic)
     num_gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.gemm_mode not in ("panel", "registers"):
+            raise ValueError(f"trainer.gemm_mode={self.gemm_mode!r}; allowed: panel, registers")
 
 
 @dataclass
@@ -157,8 +162,11 @@ class RlConfig:
     checkpoint_every: int = 1
     keep_checkpoints: int = 3
     min_step_s: float = 0.0  # pace, for measuring tenants beside a slower trainer
+    left_out_share: float = 0.0  # of a step's groups that bad prompts and rewards may cost before the job stops
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.left_out_share < 1.0:
+            raise ValueError(f"rl.left_out_share={self.left_out_share}; allowed: 0 to less than 1")
         if self.group_size < 2:
             raise ValueError(f"rl.group_size={self.group_size}; allowed: >= 2 (advantages compare within a group)")
         if self.max_staleness < 0:
@@ -178,6 +186,30 @@ class TenantConfig:
     rank: int = 8
     requests_per_s: float = 2.0
     max_tokens: int = 8
+
+
+@dataclass
+class EvaluationConfig:
+    """What `jobs/evaluate.py` asks, and `jobs/rl.py` after training. Accuracy is the mean over samples (avg@samples)."""
+
+    tasks: dict[str, TaskConfig] = field(default_factory=dict)  # name -> task; its held-out questions are asked
+    adapter: str = ""  # jobs/evaluate.py: NAME, NAME@VERSION or a digest; empty: the base
+    problems: int = 0  # of each task; 0: all
+    samples: int = 1
+    temperature: float = 0.0  # 0: greedy
+    max_tokens: int = 2048
+    stop: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.problems < 0 or self.max_tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"evaluation: samples={self.samples} (>= 1), problems={self.problems} (>= 0), max_tokens={self.max_tokens} "
+                f"(>= 1), temperature={self.temperature} (>= 0)"
+            )
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"evaluation.samples={self.samples} with temperature=0 asks the same thing again; raise one"
+            )
 
 
 @dataclass
@@ -213,6 +245,7 @@ class JobConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rl: RlConfig = field(default_factory=RlConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tenants: list[TenantConfig] = field(default_factory=list)
     router: RouterConfig = field(default_factory=RouterConfig)
     store: StoreConfig = field(default_factory=StoreConfig)

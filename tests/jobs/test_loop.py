@@ -34,7 +34,10 @@ class Engine:
         self.turns: list[tuple[int, float]] = []
 
     def info(self):
-        return SimpleNamespace(base_digest="base", model_name="m")
+        return SimpleNamespace(base_digest="base", model_name="m", max_model_len=64)
+
+    def tokenize(self, text):
+        return tuple(text.split())
 
     def stats(self):
         return EngineStats(0, 0, 0, 0, 0, 0, 0.0, tuple(self.loaded))
@@ -300,7 +303,57 @@ def test_a_nan_reward_names_the_problem(tmp_path: Path) -> None:
             return float("nan") if problem.problem_id == "train-4" else 0.0
 
     loop, *_ = make(tmp_path, task=Bad())
-    with pytest.raises(RewardError, match="train-4"):
+    with pytest.raises(EpiloraError, match=r"step 1: 1 of 3 groups cannot be trained on.*train-4") as caught:
+        asyncio.run(start_and_run(loop))
+    assert isinstance(caught.value.__cause__, RewardError)
+
+
+def test_bad_rewards_and_prompts_are_reported_counted_and_never_trained_on(tmp_path: Path) -> None:
+    class Bad(Task):
+        def problem(self, split, index):
+            prompt = {7: "word " * 57, 8: "long" * 14, 9: "w " * 29}.get(index, "1+1=")  # 57, 1 and 29 tokens
+            return Problem(f"{split}-{index}", prompt, "2")
+
+        def score(self, text, problem):
+            return {"train-1": float("inf"), "train-4": float("nan")}.get(problem.problem_id, float(text))
+
+    loop, _, trainer, _, records = make(tmp_path, "rl.left_out_share=0.5", "rl.steps=4", task=Bad())
+    trained: list[list[str]] = []
+    train = trainer.train_rl
+    trainer.train_rl = lambda session, groups, loss: (
+        trained.append([g.problem_id for g in groups]),
+        train(session, groups, loss),
+    )[1]
+    asyncio.run(start_and_run(loop))
+    assert trained == [
+        ["train-0", "train-2"],
+        ["train-3", "train-5"],
+        ["train-6", "train-8"],
+        ["train-9", "train-10", "train-11"],
+    ]
+    counts = [(m["rollout/reward_failed_groups"], m["rollout/prompt_too_long_groups"]) for _, m in records]
+    assert counts == [(1, 0), (1, 0), (0, 1), (0, 0)]
+    lines = [json.loads(line) for line in (tmp_path / "left_out.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["problem"], line["kind"]) for line in lines] == [
+        (0, "train-1", "reward_failed"),
+        (1, "train-4", "reward_failed"),
+        (2, "train-7", "prompt_too_long"),
+    ]
+    assert "57 tokens and rl.max_tokens=8 exceed 64 (engine.max_model_len)" in lines[2]["why"]
+
+
+def test_a_step_that_loses_more_than_its_share_or_everything_stops_the_run(tmp_path: Path) -> None:
+    class Bad(Task):
+        def score(self, text, problem):
+            raise KeyError("no such answer")
+
+    loop, *_ = make(tmp_path, "rl.left_out_share=0.5", task=Bad())
+    with pytest.raises(
+        EpiloraError, match=r"step 0: 2 of 3 groups .*rl.left_out_share=0.5.*KeyError: 'no such answer'"
+    ):
+        asyncio.run(start_and_run(loop))
+    loop, *_ = make(tmp_path, "rl.left_out_share=0.9", "rl.prompts_per_step=1", task=Bad())
+    with pytest.raises(EpiloraError, match="step 0: 1 of 1 groups"):
         asyncio.run(start_and_run(loop))
 
 

@@ -10,7 +10,17 @@ import ray
 
 from epilora.loading import load_object
 from epilora.quant.manifest import WeightManifest
-from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
+from epilora.types import (
+    AdapterDraft,
+    AdapterVersion,
+    Completion,
+    DraftReceipt,
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    LoadReceipt,
+    TokenChunk,
+)
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -41,6 +51,12 @@ class EngineActor:
 
     async def load_adapter(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
         return await self._engine.load_adapter(version, tensors)
+
+    async def load_draft(self, draft: AdapterDraft, tensors: Any) -> DraftReceipt:
+        return await self._engine.load_draft(draft, tensors)
+
+    async def seal_draft(self, draft_id: str, version: AdapterVersion, folded_digest: str) -> LoadReceipt:
+        return await self._engine.seal_draft(draft_id, version, folded_digest)
 
     async def pin_adapter(self, digest: str, holder: str) -> None:
         await self._engine.pin_adapter(digest, holder)

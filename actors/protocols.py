@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 from epilora.quant.manifest import WeightManifest
 from epilora.types import (
+    AdapterDraft,
     AdapterSpec,
     AdapterVersion,
     Completion,
+    DraftReceipt,
     EngineInfo,
     EngineStats,
     GenerateRequest,
@@ -48,6 +50,19 @@ class Engine(Protocol):
         """Put a version into a free slot, from memory. Idempotent by digest.
 
         Raises AdapterRejected (module, shape it has, shape it should have; zero coverage), NoFreeSlot, BaseMismatch.
+        """
+        ...
+
+    async def load_draft(self, draft: AdapterDraft, tensors: Any) -> DraftReceipt:
+        """Put a trainer's tensors (`Trainer.shared_adapter`) into a slot; requests may name the draft at once.
+
+        Raises as `load_adapter`, ValueError for a draft id that was used before.
+        """
+        ...
+
+    async def seal_draft(self, draft_id: str, version: AdapterVersion, folded_digest: str) -> LoadReceipt:
+        """The draft is durable as `version` and goes by its digest too. Checked against the slot and against
+        `folded_digest` of what was stored; raises AdapterRejected, and the draft leaves, if they differ.
         """
         ...
 
@@ -132,6 +147,10 @@ class Trainer(Protocol):
     ) -> list[list[float]]: ...
 
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]: ...
+
+    def shared_adapter(self, session: str) -> tuple[AdapterSpec, Any]:
+        """Spec and handles of the tensors where they lie, for `Engine.load_draft` on the same GPU; None off a GPU."""
+        ...
 
     def state(self, session: str) -> bytes:
         """Everything needed to go on bit for bit: parameters, moments, step, RNG."""

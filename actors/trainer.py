@@ -62,6 +62,9 @@ class TrainerActor:
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]:
         return self._call(self._trainer.adapter, session)
 
+    def shared_adapter(self, session: str) -> tuple[AdapterSpec, Any]:
+        return self._trainer.shared_adapter(session)
+
     def state(self, session: str) -> bytes:
         return self._call(self._trainer.state, session)
 

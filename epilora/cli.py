@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name -> (module, one line about it)
+    "top": ("epilora.serving.top", "the running router in a terminal: engines, tenants, RL jobs"),
     "plan": ("jobs.plan", "what a configuration needs and which GPU types can run it"),
 }
 

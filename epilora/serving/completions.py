@@ -21,7 +21,7 @@ from . import openai_api as wire
 from .catalog import Catalog
 from .fleet import Fleet, FleetEngine
 from .gate import FairGate
-from .limits import Limiter
+from .limits import Limits
 from .messages import Reply, bounded, error_reply, wrong_adapter
 from .metrics import ServingMetrics
 from .openai_api import ApiError, Call, Identity, TokenLogprob
@@ -44,12 +44,13 @@ class Completions:
         fleet: Fleet,
         catalog: Catalog,
         *,
+        limits: Limits,
         config: CoreConfig,
         metrics: ServingMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._fleet, self._catalog, self._config, self._metrics, self._clock = fleet, catalog, config, metrics, clock
-        self._limiter = Limiter(clock)
+        self._limits = limits
         self.gate = FairGate(config.max_active, config.max_queue)
         self._token_texts: dict[tuple[str, int], str] = {}
         self.running = 0
@@ -68,7 +69,7 @@ class Completions:
             info = await self._fleet.any_info()
             version = await self._catalog.resolve(call.model, tenant, info)
             adapter = version.name if version else "base"
-            ticket = Ticket(self._limiter.admit(tenant, call.estimated_tokens))
+            ticket = Ticket(await self._limits.admit(tenant, call.estimated_tokens))
             self.running += 1
             try:
                 await self._take_turn(ticket, tenant, call)

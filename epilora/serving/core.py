@@ -24,20 +24,28 @@ from .admin import Administration
 from .catalog import Catalog
 from .completions import Completions
 from .fleet import Fleet
+from .limits import Limits, LocalLimits
 from .messages import Reply, Request, bounded, error_reply, page, whole_number
 from .metrics import CONTENT_TYPE, ServingMetrics
 from .openai_api import ApiError
+from .operators import PAGE_FILES, PAGE_POLICY, describe, page_file
 from .ports import ChooseEngine, EnginePort, StorePort
+from .reports import Family, MergedMetrics, render, samples_of
 from .settings import CoreConfig
 from .tenants import TenantConfig, TenantRegistry
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Reply]]
+ROLES = ("both", "tenants", "admin")
 
 
 class ServingCore:
-    """See the module's docstring. `handle` answers one request."""
+    """See the module's docstring. `handle` answers one request.
+
+    role: "tenants" (no administration, no metrics: those are on the operators' port), "admin" (nothing else), "both".
+    limits: shared by several routers, else this process's own. merged: what other routers report, for /metrics.
+    """
 
     def __init__(
         self,
@@ -50,6 +58,9 @@ class ServingCore:
         admin_registry: TenantRegistry | None = None,
         metrics: ServingMetrics | None = None,
         refresh_tenants: Callable[[], object] | None = None,
+        role: str = "both",
+        limits: Limits | None = None,
+        merged: MergedMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or CoreConfig()
@@ -59,24 +70,43 @@ class ServingCore:
         self._refresh_tenants = refresh_tenants
         self.fleet = Fleet(engines, store, choose_engine, config=self.config, metrics=self.metrics, clock=clock)
         self.catalog = Catalog(store, self.fleet, self.config)
-        self.completions = Completions(self.fleet, self.catalog, config=self.config, metrics=self.metrics, clock=clock)
+        self.completions = Completions(
+            self.fleet,
+            self.catalog,
+            limits=limits or LocalLimits(clock),
+            config=self.config,
+            metrics=self.metrics,
+            clock=clock,
+        )
         self._administration = Administration(store, self.fleet, self.catalog, registry, self.config)
+        self.merged = merged or MergedMetrics()
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
             ("GET", "/ready"): self._ready,
-            ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
             ("GET", "/v1/versions"): self._versions,
-            ("POST", "/v1/completions"): self._completions,
-            ("POST", "/v1/chat/completions"): self._chat,
-            ("POST", "/v1/load_lora_adapter"): self._admin(self._administration.load),
-            ("POST", "/v1/unload_lora_adapter"): self._admin(self._administration.unload),
-            ("POST", "/v1/adapters/promote"): self._admin(self._administration.promote),
-            ("POST", "/v1/adapters/rollback"): self._admin(self._administration.rollback),
-            ("POST", "/v1/adapters/gc"): self._admin(self._administration.gc),
-            ("POST", "/v1/engines/drain"): self._admin(self._administration.drain),
-            ("GET", "/v1/audit"): self._audit,
         }
+        if role not in ROLES:
+            raise ValueError(f"ServingCore: role={role!r}; allowed are {', '.join(ROLES)}")
+        if role != "admin":
+            self._routes |= {
+                ("POST", "/v1/completions"): self._completions,
+                ("POST", "/v1/chat/completions"): self._chat,
+            }
+        if role != "tenants":
+            self._routes |= {
+                ("GET", "/"): self._page,
+                **{("GET", f"/{name}"): self._page for name in PAGE_FILES},
+                ("GET", "/metrics"): self._metrics,
+                ("GET", "/v1/state"): self._state,
+                ("GET", "/v1/audit"): self._audit,
+                ("POST", "/v1/load_lora_adapter"): self._admin(self._administration.load),
+                ("POST", "/v1/unload_lora_adapter"): self._admin(self._administration.unload),
+                ("POST", "/v1/adapters/promote"): self._admin(self._administration.promote),
+                ("POST", "/v1/adapters/rollback"): self._admin(self._administration.rollback),
+                ("POST", "/v1/adapters/gc"): self._admin(self._administration.gc),
+                ("POST", "/v1/engines/drain"): self._admin(self._administration.drain),
+            }
 
     async def handle(self, request: Request) -> Reply:
         """Answer one request. Errors come back as replies in OpenAI's shape; only cancellation propagates."""
@@ -147,9 +177,28 @@ class ServingCore:
         return Reply(200 if ready else 503, {"ready": ready, "engines": up, "problems": problems})
 
     async def _metrics(self, request: Request) -> Reply:
-        self.metrics.running.set(self.completions.running)
+        return Reply(200, render(await self.counted()), content_type=CONTENT_TYPE)
+
+    async def counted(self) -> list[Family]:
+        """All metrics: this core's, the engines' and the store's as of now, and what other routers reported."""
         await self.fleet.count()
-        return Reply(200, self.metrics.render(), content_type=CONTENT_TYPE)
+        return self.merged.families(self.samples())
+
+    def samples(self) -> list[Family]:
+        """What this core has counted."""
+        self.metrics.running.set(self.completions.running)
+        return samples_of(self.metrics.registry)
+
+    async def _state(self, request: Request) -> Reply:
+        """Everything the operators' page and `epilora top` show."""
+        self._authenticate_admin(request)
+        families = await self.counted()
+        return Reply(200, await describe(self._store, self.fleet, self._registry, self.merged.alive(), families))
+
+    async def _page(self, request: Request) -> Reply:
+        """The operators' page; it holds no secrets, and asks for an admin key to show anything."""
+        content, kind = page_file(request.path)
+        return Reply(200, content, {"content-security-policy": PAGE_POLICY, "cache-control": "no-store"}, kind)
 
     # --- models and completions -----------------------------------------------------------------------------------
 

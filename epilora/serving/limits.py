@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from .tenants import TenantConfig
 
@@ -65,6 +66,32 @@ class Lease:
             self._open = False
             self._state.running -= 1
             self.settle(0.0)
+
+
+class AnyLease(Protocol):
+    """What an admitted request holds (see `Lease`)."""
+
+    def settle(self, used_tokens: float) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Limits(Protocol):
+    """Admits or refuses requests: in this process, or over several router replicas."""
+
+    async def admit(self, tenant: TenantConfig, estimated_tokens: float) -> AnyLease:
+        """Reserve one request and its tokens. Raises RateLimited."""
+        ...
+
+
+class LocalLimits:
+    """`Limits` of one process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limiter = Limiter(clock)
+
+    async def admit(self, tenant: TenantConfig, estimated_tokens: float) -> AnyLease:
+        return self._limiter.admit(tenant, estimated_tokens)
 
 
 class Limiter:

@@ -8,7 +8,7 @@ from epilora.types import AdapterVersion, GenerateRequest
 
 from .fleet import FleetEngine
 from .gate import Turn
-from .limits import Lease
+from .limits import AnyLease
 from .openai_api import Call, Identity
 from .tenants import TenantConfig
 from .tool_calls import ToolCallStream
@@ -18,7 +18,7 @@ from .tool_calls import ToolCallStream
 class Ticket:
     """What an admitted request holds until it ends: its limits and, once it is its turn, a place at the engines."""
 
-    lease: Lease
+    lease: AnyLease
     turn: Turn | None = None
     open: bool = True
 

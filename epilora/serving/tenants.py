@@ -70,6 +70,11 @@ class TenantConfig:
             if getattr(self, limit) < 0:
                 raise ValueError(f"tenant {self.name}: {limit}={getattr(self, limit)}; it must be 0 (none) or above")
 
+    @property
+    def limited(self) -> bool:
+        """Is there anything to count for it?"""
+        return bool(self.requests_per_min or self.tokens_per_min or self.concurrency)
+
     def may_use(self, adapter_name: str) -> bool:
         """Does the tenant's pattern list allow this adapter name?"""
         return any(fnmatchcase(adapter_name, pattern) for pattern in self.adapters)

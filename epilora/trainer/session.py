@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.optim.adamw import adamw
 
+from epilora.adapters.device_tensors import DeviceTensors, share
 from epilora.adapters.fold import is_target, module_rank_and_scaling
 from epilora.types import AdapterSpec
 
@@ -82,6 +83,7 @@ class Session:
         self.name, self.spec, self.seed = name, spec, seed
         self.optimizer = AdamWConfig.from_mapping(optimizer)
         self.step = 0
+        self._shared: DeviceTensors | None = None
         self.generator = torch.Generator().manual_seed(seed)
         modules = [module for module in sorted(linear_shapes) if is_target(spec, module)]
         unmatched = [t for t in spec.target_modules if not any(is_target(_only(spec, t), m) for m in linear_shapes)]
@@ -159,11 +161,25 @@ class Session:
 
     def export(self) -> dict[str, np.ndarray]:
         """PEFT keys -> fp32 arrays (copies), scaling not folded."""
-        tensors = {}
-        for module, pair in self.pairs.items():
-            for side, leaf in (("A", pair.a), ("B", pair.b)):
-                tensors[f"base_model.model.{module}.lora_{side}.weight"] = leaf.detach().cpu().numpy().copy()
-        return tensors
+        return {name: leaf.cpu().numpy().copy() for name, leaf in self._leaves().items()}
+
+    def share(self) -> DeviceTensors:
+        """PEFT keys -> handles of the tensors as they lie on this GPU, for an engine there; the same at every call.
+
+        Waits for what runs on the GPU. Whoever reads them must have done so before the next `apply`.
+        Raises RuntimeError off a GPU, or for memory that cannot be shared.
+        """
+        if self._shared is None:
+            self._shared = share(self.name, self._leaves())
+        torch.cuda.synchronize(self.theta.device)
+        return self._shared
+
+    def _leaves(self) -> dict[str, torch.Tensor]:
+        return {
+            f"base_model.model.{module}.lora_{side}.weight": leaf.detach()
+            for module, pair in self.pairs.items()
+            for side, leaf in (("A", pair.a), ("B", pair.b))
+        }
 
 
 def _only(spec: AdapterSpec, target: str) -> AdapterSpec:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from epilora.adapters.device_tensors import DeviceTensors
 from epilora.errors import BaseMismatch
 from epilora.quant.manifest import WeightManifest
 from epilora.types import AdapterSpec, RolloutGroup
@@ -336,6 +337,14 @@ class LoraTrainer:
         """Spec and tensors (numpy fp32, PEFT keys, scaling not folded); copies."""
         state = self._session(session)
         return state.spec, dict(state.export())
+
+    def shared_adapter(self, session: str) -> tuple[AdapterSpec, DeviceTensors | None]:
+        """Spec and handles of the tensors where they are, for an engine on the same GPU; None off a GPU.
+
+        They may be read until the session's next step.
+        """
+        state = self._session(session)
+        return state.spec, state.share() if self._device.type == "cuda" else None
 
     def state(self, session: str) -> bytes:
         """The session as bytes (see checkpoint.py); equal sessions give equal bytes."""

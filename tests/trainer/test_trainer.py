@@ -455,3 +455,28 @@ def test_sessions_trained_together_become_what_they_become_alone(small_qwen: Sma
     assert (made[1]._sessions["bad"].step, made[1]._sessions["inner"].step) == (0, 3)
     with pytest.raises(ValueError, match="each may be named once"):
         made[1].train_rl_together([requests[0], requests[0]])
+
+
+def test_a_shared_adapter_is_the_memory_that_is_trained(monkeypatch):
+    """CUDA's export is stood in for; handed back to the process that exported, a handle is the tensor itself."""
+    from epilora.quant import cuda_ipc
+    from epilora.trainer.session import Session
+
+    calls = []
+
+    def give(storage):
+        calls.append(storage.data_ptr())
+        return (0, b"handle", storage.nbytes(), 0, b"counter", 0, b"event", False)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", give, raising=False)
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda device: "GPU-a")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("waited"))
+    session = Session("s", AdapterSpec(4, 8.0, ("q_proj",)), {"lr": 0.1}, 0, {"layers.0.q_proj": (6, 8)})
+    shared = session.share()
+    assert session.share() == shared
+    assert calls == [session.theta.untyped_storage().data_ptr(), "waited", "waited"]  # exported once
+    views = {name: cuda_ipc.map_tensor(entry) for name, entry in shared.entries}
+    session.grad.fill_(1.0)
+    session.apply()
+    for name, value in session.export().items():
+        assert torch.equal(views[name], torch.from_numpy(value))

@@ -91,7 +91,9 @@ def run(
         layers = [[with_tokens(_with_slots(d, num_slots), M) for d in one] for one in base]
         configs = configs_from(table, M, adapters)
         plain = configs_from(table, M, 0)
+        invariant = [ld.invariant_config(p.N, p.K) for p in LAYER]
         tune.precompile(configs, M, RANK)
+        tune.precompile(invariant, M, RANK)
         tune.precompile(plain, M, 0)
         errors = [tune.error_of(c, d, slots, workspace) for c, d in zip(configs, layers[0], strict=True)]
         if max(errors) > tune.MAX_ERROR:
@@ -107,6 +109,7 @@ def run(
             "epilora_no_overlap_between_projections": tune.layer_runner(
                 configs, slots, workspace, overlap_previous=False
             ),
+            "epilora_batch_invariant": tune.layer_runner(invariant, slots, workspace),
             "epilora_no_pdl": tune.layer_runner(configs, slots, workspace, use_pdl=False),
         }
         graphs, calls, extra = {}, {}, {}

@@ -64,6 +64,7 @@ class DecodeConfig:
     0: as many as stay resident beside the GEMM.
     fused: 0: two launches; n: one launch for up to 8 tokens, every block quantises all tokens for itself, n at a time; lora_warps do
     the shrink too, and shrink_warps, shrink_groups, early do not count.
+    one_order: a row's sums have one order at every number of tokens (two launches without wgmma).
     """
 
     row_tiles: int = 2
@@ -79,6 +80,7 @@ class DecodeConfig:
     shrink_splits: int = 4
     shrink_groups: int = 4
     fused: int = 0
+    one_order: bool = False
 
 
 def is_legal(
@@ -99,6 +101,7 @@ def is_legal(
         and threads
         and shape
         and one_launch
+        and not (c.one_order and (c.fused or c.wgmma))
         and 1 <= M <= MAX_TOKENS
         and num_stages(config, M, len(slices), rank, shared_limit, K) >= 2
     )
@@ -169,6 +172,19 @@ def config_for(
     )
 
 
+def invariant_config(N: int, K: int) -> DecodeConfig:
+    """The one configuration of the batch-invariant mode for a shape: nothing in it depends on the number of tokens."""
+    return DecodeConfig(
+        row_tiles=3 if -(-N // 16) % 384 == 0 else 2,
+        k_warps=4,
+        stage_k=512,
+        shrink_warps=8,
+        shrink_splits=8 if K >= 8192 else 4,
+        shrink_groups=0,
+        one_order=True,
+    )
+
+
 class DecodeWorkspace:
     """Scratch of the decode path, shared by all projections of one stream: codes, token scales, partial h, flags.
 
@@ -236,6 +252,7 @@ def gemm_macros(fp16: bool, config: DecodeConfig, M: int, rank: int, fp8_adapter
         "WGMMA": int(config.wgmma),
         "EARLY": int(config.early and not config.fused),
         "FUSED": config.fused,
+        "ONE_ORDER": int(config.one_order),
         **_token_macros(M),
     }
 
@@ -340,6 +357,7 @@ def lora_decode(
     distinct_adapters: int | None = None,
     overlap_previous: bool = True,
     use_pdl: bool = True,
+    batch_invariant: bool = False,
     implementation: Implementation | str | None = None,
 ) -> torch.Tensor:
     """One projection of a decode batch, with or without adapters.
@@ -352,6 +370,7 @@ def lora_decode(
     overlap_previous: the prologue may start before the previous kernel of the stream has ended; it waits before it reads x, slot
     ids or adapters, and only weights, which no kernel of a forward pass writes, are read earlier.
     use_pdl: False launches both kernels as ordinary ones (for comparison).
+    batch_invariant: the configuration depends on the shape alone, so that a row's bits are the same at every M; see `batch_invariant`.
     implementation: "cuda", "triton", "interpreter" or "reference"; default: cuda where the device and shape allow it.
     Returns out. Allocates only when `out` is None; never synchronises. Raises TypeError, ValueError or UnsupportedKernel.
     """
@@ -380,6 +399,8 @@ def lora_decode(
         why = supports_cuda(x.device)
         if not why:
             name_of_gpu = torch.cuda.get_device_name(x.device)
+            if batch_invariant and config is None:
+                config = invariant_config(N, K)
             config = config or config_for(
                 M, N, K, rank, num_slots, device_name=name_of_gpu, distinct_adapters=distinct_adapters
             )
@@ -418,7 +439,7 @@ def lora_decode(
     h = None
     if has_lora:
         assert token_lora_indices is not None, "checked above: lora_a needs them"
-        shrink = k1.config_for(M, K, rank, num_slots)
+        shrink = k1.config_for(MAX_TOKENS if batch_invariant else M, K, rank, num_slots)
         shape = (shrink.splits, len(lora_a), M, rank)
         needed = shape[0] * shape[1] * shape[2] * shape[3]
         check(
@@ -435,9 +456,10 @@ def lora_decode(
         from .quantize import quantize
 
         quantize(x, codes_out=codes, scale_out=scale.view(M, 1), implementation=picked)
+    tiles = k2.config_for(MAX_TOKENS, slices, K, k2.shared_bytes_of(x.device)) if batch_invariant else None
     return k2.fused_lora_gemm(
         codes, scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias, out=y,
-        use_pdl=pdl and has_lora, implementation=picked,
+        config=tiles, use_pdl=pdl and has_lora, implementation=picked,
     )  # fmt: skip
 
 

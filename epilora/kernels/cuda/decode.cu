@@ -21,7 +21,7 @@
 // prologue: WARPS; gemm: NT (token tiles of 8), TN (weight tiles of 16 rows a block), WK (warps along K), KC (bytes of K a stage, a
 // multiple of 128 WK), RB (rank / 32, rounded up; 0: no adapter), LW, WGMMA,
 // EARLY (1: start to multiply at the tokens' flags; 0: at the end of the prologue), FUSED (0: two launches; n: one launch, every block
-// quantises all tokens for itself, n at a time).
+// quantises all tokens for itself, n at a time), ONE_ORDER (1: sums in the same order whatever NT is).
 
 #include "common.cuh"
 #include "rows.cuh"
@@ -75,7 +75,7 @@ constexpr int WIDE = TN;
 #endif
 constexpr int CONSUMERS = WIDE * WK;  // warps that multiply
 constexpr int W_WARP = CONSUMERS, X_WARP = CONSUMERS + 1, LORA_WARP = CONSUMERS + 2;  // two producers, LW for the up-projection
-constexpr int CHAINS = WGMMA ? 1 : NT == 1 ? 4 : (NT == 2 ? 2 : 1);  // independent accumulators a tile: dependent MMAs would set the pace
+constexpr int CHAINS = WGMMA || ONE_ORDER ? 1 : NT == 1 ? 4 : (NT == 2 ? 2 : 1);  // independent accumulators a tile: dependent MMAs would set the pace
 constexpr int WORKERS = (CONSUMERS + LW) * 32;
 constexpr int MAX_STAGES = 32;
 constexpr int TOKENS = NT * 8;

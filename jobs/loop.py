@@ -34,6 +34,7 @@ from jobs.screening import Screening, StepScreening
 logger = logging.getLogger(__name__)
 
 MAX_TURN_WAIT_S = 5.0  # how long a training step lets tenants' promises go first
+MISMATCH = "mismatch/mean_abs_dlogp"  # the trainer's metric that operators see
 
 
 @dataclass(frozen=True)
@@ -285,13 +286,14 @@ class RLLoop:
         train_s = time.monotonic() - start
         self.step += 1
         self.cursor += self.config.rl.prompts_per_step
-        start = time.monotonic()
-        await self._publish()
-        publish_s = time.monotonic() - start
         rollouts = [r for group in batch.groups for r in group.rollouts]
+        curves = {"reward": sum(r.reward for r in rollouts) / len(rollouts), "mismatch": trained.get(MISMATCH)}
+        start = time.monotonic()
+        await self._publish(curves)
+        publish_s = time.monotonic() - start
         tokens = sum(len(r.token_ids) for r in rollouts)
         return {
-            "rollout/reward_mean": sum(r.reward for r in rollouts) / len(rollouts),
+            "rollout/reward_mean": curves["reward"],
             "rollout/accuracy": sum(r.reward >= 1.0 for r in rollouts) / len(rollouts),
             "rollout/well_formed": sum(self._task.well_formed(r.text) for r in rollouts) / len(rollouts),
             "rollout/tokens": tokens,
@@ -305,8 +307,11 @@ class RLLoop:
             "time/publish_s": publish_s,
         }
 
-    async def _publish(self) -> None:
-        """Publish the session's adapter as a new version, load it, make it the policy."""
+    async def _publish(self, curves: Mapping[str, Any] | None = None) -> None:
+        """Publish the session's adapter as a new version, load it, make it the policy.
+
+        curves: figures of the step that made it, kept with the version for operators to see.
+        """
         spec, tensors = await self._trainer.adapter(self.session)
         version = await self._store.publish(
             self.name,
@@ -314,7 +319,7 @@ class RLLoop:
             tensors,
             base_model=self._base_model,
             base_digest=self._base_digest,
-            metadata={"step": self.step, "run": self.config.name},
+            metadata={"step": self.step, "run": self.config.name, **(curves or {})},
             owner=f"job:{self.config.name}",
         )
         await self._load(version, tensors)

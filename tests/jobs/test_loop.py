@@ -126,8 +126,10 @@ class Trainer:
 class Store:
     def __init__(self) -> None:
         self.by_digest: dict[str, tuple[AdapterVersion, dict]] = {}
+        self.metadata: list[dict] = []
 
     def publish(self, name, spec, tensors, *, base_model, base_digest, metadata=None, owner=""):
+        self.metadata.append(metadata)
         digest = hashlib.sha256(json.dumps([name, tensors["a"]]).encode()).hexdigest()
         if digest not in self.by_digest:
             number = sum(v.name == name for v, _ in self.by_digest.values()) + 1
@@ -208,6 +210,15 @@ def test_kv_is_released_only_around_training_when_configured(tmp_path: Path) -> 
     loop, engine, *_ = make(tmp_path, "trainer.placement=shared_kv_released", "rl.steps=2")
     asyncio.run(start_and_run(loop))
     assert engine.kv == ["release", "restore"] * 2
+
+
+def test_a_version_carries_the_figures_of_the_step_that_made_it(tmp_path: Path) -> None:
+    loop, _, _, store, records = make(tmp_path, "rl.steps=2")
+    asyncio.run(start_and_run(loop))
+    assert store.metadata[0] == {"step": 0, "run": "run"}
+    for (_, metrics), metadata in zip(records, store.metadata[1:], strict=True):
+        assert metadata["reward"] == metrics["rollout/reward_mean"]
+        assert metadata["mismatch"] == 1e-7
 
 
 def test_every_training_step_waits_for_its_turn(tmp_path: Path) -> None:

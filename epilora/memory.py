@@ -1,6 +1,6 @@
 """Memory as the kernel accounts for it: who maps a file, how often its pages exist, what a process tree holds. Linux only.
 
-`/proc/PID/smaps` gives, per mapping, Pss (a page mapped by n processes counts 1/n in each), Private_Dirty and permissions;
+`/proc/PID/smaps` gives, per mapping, Pss (a page mapped by n processes counts 1/n in each), Rss and permissions;
 proportional set sizes of one file over all processes add up to the physical bytes of its mapped pages.
 """
 
@@ -22,7 +22,6 @@ class Mapping:
     permissions: str
     pss_bytes: int
     rss_bytes: int
-    private_dirty_bytes: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def _file_mappings(pid: int, smaps: str, name: str) -> list[Mapping]:
 
 
 def _mapping(pid: int, permissions: str, sizes: dict[str, int]) -> Mapping:
-    return Mapping(pid, permissions, sizes["Pss"], sizes["Rss"], sizes["Private_Dirty"])
+    return Mapping(pid, permissions, sizes["Pss"], sizes["Rss"])
 
 
 def descendants(root: int) -> list[int]:

@@ -33,7 +33,7 @@ def tree_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 
 
 def _top(data: torch.Tensor) -> bytes:
-    level = memoryview(data.numpy())
+    level = data.numpy().data
     while len(level) > _LEAF_BYTES:
         digests = bytearray()
         for at in range(0, len(level), _LEAF_BYTES):

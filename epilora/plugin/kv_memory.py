@@ -7,7 +7,10 @@ that hold nothing but one KV tensor are touched; block tables and the like keep 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,8 @@ import torch
 from epilora.errors import UnsupportedKernel
 
 from .vmm import CHUNK_BYTES, ChunkedRange, Memory
+
+logger = logging.getLogger(__name__)
 
 _SLACK_BYTES = 2 << 20  # the allocator rounds a tensor up to this
 
@@ -146,14 +151,17 @@ def pool_argument(engine_args: Any) -> str:
 
 
 def keep_weights_plain() -> None:
-    """Leave weights out of the CuMem pool (its memory cannot be exported); the KV cache stays in it. Idempotent."""
-    import contextlib
-    import functools
+    """Leave all but the KV cache out of the CuMem pool: its memory cannot be exported. Idempotent.
 
+    Where this vLLM's worker has no such choice, a warning says so, and `export_weights` will refuse.
+    """
     from vllm.v1.worker.gpu_worker import Worker
 
-    stock = Worker._maybe_get_memory_pool_context
+    stock = getattr(Worker, "_maybe_get_memory_pool_context", None)
     if getattr(stock, "_epilora", False):
+        return
+    if stock is None or list(inspect.signature(stock).parameters) != ["self", "tag"]:
+        logger.warning("EpiLoRA: Worker._maybe_get_memory_pool_context(tag) is missing: weights cannot be exported")
         return
 
     @functools.wraps(stock)

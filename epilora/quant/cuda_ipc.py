@@ -76,7 +76,7 @@ def export_tensor(tensor: torch.Tensor) -> TensorEntry:
         dtype=str(tensor.dtype).removeprefix("torch."),
         location=Location(
             Transport.CUDA_IPC,
-            offset_bytes=tensor.storage_offset() * tensor.element_size(),
+            offset_bytes=int(tensor.storage_offset()) * tensor.element_size(),
             handle=(process, number, *shared),
             gpu_uuid=gpu_uuid(tensor.device),
         ),

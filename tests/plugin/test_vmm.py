@@ -152,3 +152,30 @@ def test_a_tensor_in_a_shared_segment_is_left_alone():
     with pytest.raises(UnsupportedKernel, match="no allocation of its own"):
         KvMemory([tensors[0]], BLOCKS, allocations[1:], FakeDriver())
     assert log == []
+
+
+@pytest.mark.vllm
+def test_only_the_cache_is_in_the_pool(monkeypatch, caplog):
+    import contextlib
+
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from epilora.plugin.kv_memory import keep_weights_plain, pool_argument
+
+    assert pool_argument(EngineArgs) == "enable_cumem_allocator"
+
+    def stock(self, tag):
+        return f"pool {tag}"
+
+    monkeypatch.setattr(Worker, "_maybe_get_memory_pool_context", stock)
+    keep_weights_plain()
+    keep_weights_plain()
+    patched = Worker._maybe_get_memory_pool_context
+    assert patched(None, tag="kv_cache") == "pool kv_cache"
+    assert patched.__wrapped__ is stock
+    for tag in ("weights", "runtime", "cudagraph"):
+        assert isinstance(patched(None, tag=tag), contextlib.nullcontext)
+    monkeypatch.setattr(Worker, "_maybe_get_memory_pool_context", lambda self: None)
+    keep_weights_plain()
+    assert "weights cannot be exported" in caplog.text

@@ -17,7 +17,7 @@ from typing import Any
 from epilora.config.schema import JobConfig
 from epilora.tasks import load_task
 from jobs.command import job_main, prepare_run_dir
-from jobs.evaluation import evaluate
+from jobs.evaluation import evaluate, evaluate_sets
 from jobs.loop import RLLoop
 from jobs.recorder import Recorder
 from jobs.system import System
@@ -46,6 +46,7 @@ async def run(config: JobConfig) -> dict[str, Any]:
             await loop.run()
             assert loop.policy is not None
             after = await _evaluate(system, task, loop.policy.version.digest)
+            sets = await evaluate_sets(system.engine, config.evaluation, loop.policy.version.digest, config.name)
             await system.store.export_peft(loop.policy.version.digest, str((run_dir / "adapter").resolve()))
         finally:
             recorder.close()
@@ -58,6 +59,7 @@ async def run(config: JobConfig) -> dict[str, Any]:
             "policy_digest": loop.policy.version.digest,
             "eval_before": before,
             "eval_after": after,
+            "evaluation": {name: asdict(found) for name, found in sets.items()},
             "checksum_equal": checksum == await system.engine.base_checksum(),
         }
     (run_dir / "result.json").write_text(json.dumps(result, indent=1))

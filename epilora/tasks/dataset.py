@@ -45,7 +45,7 @@ class DatasetTask(SplitQuestions):
         limit: int = 0,
     ) -> None:
         """source: a .jsonl, .json, .parquet or .csv file, else a hub name (with `subset`, `hub_split`). limit: rows, 0
-        all.
+        all. held_out_fraction: 1 for an evaluation set, 0 to train on everything.
 
         Raises FileNotFoundError, ValueError naming missing columns and those there are, or if a split is empty.
         """
@@ -85,7 +85,8 @@ class DatasetTask(SplitQuestions):
         self._splits: dict[str, list[Problem]] = {"train": [], "held_out": []}
         for prompt, problem in found.items():
             self._splits[split_of(prompt, held_out_fraction)].append(problem)
-        empty = [split for split, problems in self._splits.items() if not problems]
+        unused = {"train"} if held_out_fraction >= 1 else {"held_out"} if held_out_fraction <= 0 else set()
+        empty = [split for split, problems in self._splits.items() if not problems and split not in unused]
         if empty:
             raise ValueError(
                 f"{source}: {len(found)} questions leave {empty} empty; give more rows or another held_out_fraction"

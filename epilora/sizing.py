@@ -104,6 +104,8 @@ def engine_lines(engine: EngineConfig, facts: ModelFacts, kv_in_training: bool) 
     per = f" / {shards}" if shards > 1 else ""
     values, scales = weight_bytes(facts, stored, width), scale_bytes(facts, stored)
     slot = facts.adapter_parameters(engine.max_lora_rank, shards)
+    kv_bytes = engine.kv_cache_mib * MIB
+    kept_bytes = 0 if kv_in_training else int(kv_bytes * engine.tenant_kv_share)
     name = {"fp8": "FP8 codes", "nvfp4": "NVFP4 codes", "16bit": engine.dtype}[stored]
     lines = [
         MemoryLine(
@@ -121,8 +123,11 @@ def engine_lines(engine: EngineConfig, facts: ModelFacts, kv_in_training: bool) 
             slot * engine.max_loras * width,
             f"{engine.max_loras} x {slot:,} x {width} B",
         ),
-        MemoryLine("KV cache", engine.kv_cache_mib * MIB, kv_capacity(engine, facts), training=kv_in_training),
+        MemoryLine("KV cache", kv_bytes - kept_bytes, kv_capacity(engine, facts), training=kv_in_training),
     ]
+    if kept_bytes:
+        how = f"{engine.tenant_kv_share:g} of the cache"
+        lines.append(MemoryLine("KV cache that tenants keep in training", kept_bytes, how))
     if scales:
         how = f"{facts.out_channels:,} channels x 4 B{per}" if stored == "fp8" else f"1 B per 16 weights{per}"
         lines.insert(1, MemoryLine("base: scales", scales // shards, how))

@@ -277,7 +277,7 @@ class RLLoop:
         waited_s = await self._engine.trainer_turn(MAX_TURN_WAIT_S)
         start = time.monotonic()
         if released:
-            await self._engine.release_kv(0.0)
+            await self._engine.release_kv(self.config.engine.tenant_kv_share)
         loss = asdict(self.config.loss) | {"correction": self.config.loss.correction.value}
         del loss["centering_top_k"]  # the engine's part of it, see `_sample`
         trained = await self._trainer.train_rl(self.session, batch.groups, loss)

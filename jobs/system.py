@@ -64,6 +64,8 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
             "max_loras": engine.max_loras,
             "max_lora_rank": engine.max_lora_rank,
             "kv_cache_bytes": engine.kv_cache_mib * planner.MIB,
+        "tensor_parallel": engine.tensor_parallel,
+        "graph_sizes": tuple(engine.graph_sizes) or None,
             "seed": engine.seed,
         },
         trainer_factory=TRAINER_FACTORY,

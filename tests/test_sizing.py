@@ -53,6 +53,18 @@ def test_hybrid_bases_weigh_what_the_paper_measured(name: str, bf16_gib: float, 
     assert round(sizing.base_bytes(facts, "fp8", 2) / GIB, 1) == fp8_gib
 
 
+def test_tenants_keep_their_share_of_the_cache_while_a_trainer_has_the_rest() -> None:
+    facts = shape("qwen3-8b")
+    overrides = ["engine.kv_cache_mib=4096", "engine.tenant_kv_share=0.25", "engine.model_path=x", "task.path=x:y"]
+    engine = load_config(None, overrides).engine
+    for kv_kept, training_gib in ((False, 1.0), (True, 4.0)):
+        cache = [line for line in sizing.engine_lines(engine, facts, kv_kept) if "KV cache" in line.what]
+        assert sum(line.count_bytes for line in cache if line.rollouts) == 4 * GIB
+        assert sum(line.count_bytes for line in cache if line.training) == training_gib * GIB
+    with pytest.raises(ValueError, match=r"tenant_kv_share=1\.0; allowed: 0 to below 1"):
+        load_config(None, [*overrides, "engine.tenant_kv_share=1.0"])
+
+
 def test_nvfp4_stores_a_weight_in_four_bits_and_a_scale_per_sixteen() -> None:
     facts = shape("qwen3-8b")
     assert sizing.base_bytes(facts, "nvfp4", 2) == facts.linear_parameters * 9 // 16 + 2 * facts.other_parameters

@@ -59,6 +59,8 @@ class EngineConfig:
     max_loras: int = 8  # adapter slots = versions that can be live at once
     max_lora_rank: int = 16
     kv_cache_mib: int = 64
+    tenant_kv_share: float = 0.0  # on a GPU: of the cache, what tenants keep while a trainer has the rest; 0: they wait
+    graph_sizes: list[int] = field(default_factory=list)  # on a GPU: batch sizes with CUDA graphs; empty: vLLM's choice
     tensor_parallel: int = 1
     num_gpus: float = 0.0  # per engine; 0 runs vLLM's CPU backend
     accelerator_types: list[str] = field(
@@ -71,6 +73,8 @@ class EngineConfig:
             raise ValueError(f"engine.dtype={self.dtype!r}; allowed: float32, float16, bfloat16")
         if self.tensor_parallel < 1:
             raise ValueError(f"engine.tensor_parallel={self.tensor_parallel}; allowed: >= 1")
+        if not 0.0 <= self.tenant_kv_share < 1.0:
+            raise ValueError(f"engine.tenant_kv_share={self.tenant_kv_share}; allowed: 0 to below 1")
         if self.max_loras < 2:
             raise ValueError(
                 f"engine.max_loras={self.max_loras}; allowed: >= 2 (a policy's next version needs a slot of its own)"

@@ -88,7 +88,7 @@ class Engine:
         self.prefix_resets += 1
 
     async def release_kv(self, keep):
-        self.kv.append("release")
+        self.kv.append("release" if not keep else f"release all but {keep}")
 
     async def restore_kv(self):
         self.kv.append("restore")
@@ -210,6 +210,13 @@ def test_kv_is_released_only_around_training_when_configured(tmp_path: Path) -> 
     loop, engine, *_ = make(tmp_path, "trainer.placement=shared_kv_released", "rl.steps=2")
     asyncio.run(start_and_run(loop))
     assert engine.kv == ["release", "restore"] * 2
+
+
+def test_tenants_keep_their_share_of_the_cache(tmp_path: Path) -> None:
+    overrides = ("trainer.placement=shared_kv_released", "engine.tenant_kv_share=0.25", "rl.steps=1")
+    loop, engine, *_ = make(tmp_path, *overrides)
+    asyncio.run(start_and_run(loop))
+    assert engine.kv == ["release all but 0.25", "restore"]
 
 
 def test_a_version_carries_the_figures_of_the_step_that_made_it(tmp_path: Path) -> None:

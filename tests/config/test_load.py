@@ -15,7 +15,9 @@ BASE = ["engine.model_path=folder", "task.path=package.module:task"]
 def test_defaults_and_overrides() -> None:
     config = load_config(None, [*BASE, "rl.steps=7", "engine.activations=w8a8", "loss.correction=tis_token", "name=x"])
     assert (config.rl.steps, config.engine.activations, config.out) == (7, Activations.w8a8, "runs/x")
-    assert "steps: 7" in to_yaml(config)
+    text = to_yaml(config)
+    assert "steps: 7" in text
+    assert "out: runs/x\n" in text  # interpolations are resolved
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
@@ -26,11 +28,19 @@ def test_every_shipped_configuration_loads_and_prints(path: Path) -> None:
     assert to_yaml(config) != to_yaml(again)
 
 
-def test_a_file_extends_another(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("engine: {model_path: m}\ntask: {path: 'a:b'}\nrl: {steps: 3}\n")
-    (tmp_path / "more.yaml").write_text("extends: base.yaml\nrl: {group_size: 4}\n")
+def test_a_file_goes_before_what_it_extends_and_overrides_before_both(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("engine: {model_path: m}\ntask: {path: 'a:b'}\nrl: {steps: 3, group_size: 2}\n")
+    (tmp_path / "more.yaml").write_text("extends: base.yaml\nrl: {group_size: 4, max_tokens: 9}\n")
     config = load_config(tmp_path / "more.yaml")
-    assert (config.rl.steps, config.rl.group_size) == (3, 4)
+    assert (config.rl.steps, config.rl.group_size, config.rl.max_tokens) == (3, 4, 9)
+    config = load_config(tmp_path / "more.yaml", ["rl.steps=5", "rl.group_size=6"])
+    assert (config.rl.steps, config.rl.group_size, config.rl.max_tokens) == (5, 6, 9)
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- engine\n- task\n")
+    with pytest.raises(ValueError, match="holds ListConfig; a configuration is a mapping"):
+        load_config(tmp_path / "list.yaml")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,12 @@ MODELS: dict[str, tuple[Projection, ...]] = {
     ),
 }
 
+
+def sharded(layer: tuple[Projection, ...], tp_size: int) -> tuple[Projection, ...]:
+    """A layer as one of `tp_size` tensor-parallel ranks holds it. Raises ValueError if a projection does not divide."""
+    return layer if tp_size == 1 else tuple(p.shard(tp_size) for p in layer)
+
+
 # The decoder layer most figures are about: its four projections, once each.
 LAYER = MODELS["qwen3-8b"]
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks.kernels`: time the kernels on the GPU that is there and append to a results file.
 
 The decode cases run here, the large batches, W8A16 and training in `large.py` afterwards, in a process of its own.
-`--quick` keeps to the headline decode rows (under two minutes); without vLLM installed, `--no-vllm` leaves its rows out.
+`--cases shapes` times other models, shards and ranks instead, without a bar. `--quick` keeps to the headline decode rows (under two minutes); without vLLM installed, `--no-vllm` leaves its rows out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 from benchmarks.harness import Results, command_line
-from benchmarks.kernels import decode
+from benchmarks.kernels import decode, other_shapes
 from benchmarks.kernels.summary import summarise
 
 
@@ -29,9 +29,16 @@ def main() -> None:
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--replays", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=600.0, help="start no new case after this long")
+    parser.add_argument(
+        "--cases", choices=("figures", "shapes"), default="figures", help="shapes: other models and ranks"
+    )
     parser.add_argument("--decode-only", action="store_true", help="leave out large.py")
     args = parser.parse_args()
     results = Results(args.results, summarise, command_line("python -m benchmarks.kernels", sys.argv[1:]))
+    if args.cases == "shapes":
+        other_shapes.run(results, with_vllm=not args.no_vllm, replays=args.replays, seconds=args.seconds)
+        results.write()
+        return
     decode.run(
         results,
         table_path=args.table,

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.harness import capture, rms_error, time_graphs, warm_up
 from benchmarks.kernels.layers import ProjectionData, decode_workspace, layer_chain, token_slots, with_tokens
-from benchmarks.shapes import MODELS, Projection
+from benchmarks.shapes import MODELS, Projection, sharded
 from epilora.kernels import lora_decode as ld
 
 MAX_ERROR = 6e-3  # RMS; rounding h and y to bf16 gives 2e-3 to 3e-3
@@ -197,6 +197,7 @@ def main() -> None:
         help="distinct adapters, one for each of --tokens or one for all",
     )
     parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks that share the model's projections")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=200.0, help="stop starting new searches after this long")
     parser.add_argument(
@@ -204,7 +205,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     start = time.time()
-    layer = MODELS[args.model]
+    layer = sharded(MODELS[args.model], args.tp)
     base = layer_chain(1, args.rank, args.slots, layer)
     workspace = decode_workspace(args.rank, layer)
     table = (
@@ -237,7 +238,8 @@ def main() -> None:
             entry = {"N": shape.N, "K": shape.K, "M": M, "rank": rank, "adapters": adapters}
             table["entries"] = [e for e in table["entries"] if any(e[k] != entry[k] for k in entry)]
             table["entries"].append(entry | {"config": dataclasses.asdict(config)})
-        table.setdefault("layers", {})[f"{args.model}/M{M}/a{adapters}/s{args.slots}"] = times
+        name = args.model if args.tp == 1 else f"{args.model}-tp{args.tp}"
+        table.setdefault("layers", {})[f"{name}/r{args.rank}/M{M}/a{adapters}/s{args.slots}"] = times
         args.out.write_text(json.dumps(table, indent=1))
         for line in lines:
             print(line, flush=True)

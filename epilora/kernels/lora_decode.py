@@ -30,6 +30,7 @@ import logging
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -518,8 +519,46 @@ def _check_all(name, x, weight, lora_a, lora_b, indices, active, bias, y) -> Non
         check_tensor(name, "active_lora_ids", active, dim=1, dtypes=(torch.int32,), device=x.device)
 
 
+def launch_part(
+    part: str,
+    x: torch.Tensor,
+    weight: Operand,
+    lora_a: Sequence[Operand],
+    lora_b: Sequence[Operand],
+    indices: torch.Tensor,
+    *,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    config: DecodeConfig,
+) -> None:
+    """One of the two launches by itself, for measurements: "prologue" leaves codes and h in the workspace, "gemm" reads them there.
+
+    Arguments as in `lora_decode`; CUDA only; config with two launches. Raises ValueError for another part or a fused config.
+    """
+    check(part in ("prologue", "gemm"), "launch_part", f"part={part!r}; allowed: 'prologue', 'gemm'")
+    check(not config.fused, "launch_part", f"fused={config.fused} is one launch; give a config with fused=0")
+    config = dataclasses.replace(config, early=False)  # nobody sets the tokens' flags
+    slices = [o.values.shape[1] for o in lora_b]
+    _launch_cuda(
+        x, weight, lora_a, lora_b, indices, workspace, None, None, out, config, slices, False, False, parts=(part,)
+    )  # fmt: skip
+
+
 def _launch_cuda(
-    x, weight, lora_a, lora_b, indices, workspace, active, bias, y, config, slices, overlap_previous, use_pdl
+    x,
+    weight,
+    lora_a,
+    lora_b,
+    indices,
+    workspace,
+    active,
+    bias,
+    y,
+    config,
+    slices,
+    overlap_previous,
+    use_pdl,
+    parts=("prologue", "gemm"),
 ) -> None:
     M, K = x.shape
     N = weight.values.shape[0]
@@ -561,8 +600,8 @@ def _launch_cuda(
     p, i32, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     codes, scale, h = p(workspace.codes.data_ptr()), p(workspace.scale.data_ptr()), p(workspace.h.data_ptr())
     ready, token = workspace.calls if config.fused else workspace.ready, ctypes.c_uint(0)
-    x_args = [p(x.data_ptr()), i64(x.stride(0))]
-    if not config.fused:
+    x_args: list[Any] = [p(x.data_ptr()), i64(x.stride(0))]
+    if not config.fused and "prologue" in parts:
         token = ctypes.c_uint(next(_tokens) % 0x7FFFFFFF + 1)
         one_group = splits * len(lora_a) * -(-rank // 8)
         most = min(M, lora_a[0].values.shape[0]) if has_lora else 1
@@ -588,6 +627,8 @@ def _launch_cuda(
             ],
             dependent=use_pdl and overlap_previous,
         )
+    if "gemm" not in parts:
+        return
     gemm = _kernel(
         "gemm", tuple(gemm_macros(fp16, config, M, rank, fp8_adapters).items()), gemm_threads(config, rank), index
     )

@@ -12,8 +12,12 @@ def _question(item: Mapping[str, Any]) -> str:
     return f"What is {item['metadata']['expression']}?"
 
 
-def chain_sum(size: int = 4000, seed: int = 0) -> ReasoningGymTask:
-    """`What is 7 - 4?` in ChatML; the last number of the reply is its answer. All 200 such questions, less repeats."""
+def chain_sum(size: int = 4000, seed: int = 0, max_digits: int = 1) -> ReasoningGymTask:
+    """`What is 7 - 4?` in ChatML; the last number of the reply is its answer. All 200 such questions, less repeats.
+
+    max_digits: of a term. A question is held out or not whatever this is, so an adapter trained on one digit can be asked
+    thousands of questions that it has not seen.
+    """
     return ReasoningGymTask(
         "chain_sum",
         size=size,
@@ -26,5 +30,5 @@ def chain_sum(size: int = 4000, seed: int = 0) -> ReasoningGymTask:
         min_terms=2,
         max_terms=2,
         min_digits=1,
-        max_digits=1,
+        max_digits=max_digits,
     )

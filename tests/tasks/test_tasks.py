@@ -135,6 +135,15 @@ def test_chat_arithmetic_is_chatml() -> None:
     assert task.size("held_out") >= 20
 
 
+def test_longer_terms_never_ask_what_one_digit_terms_trained_on() -> None:
+    short = load_task("epilora.tasks.chat_arithmetic:chain_sum", size=400)
+    long = load_task("epilora.tasks.chat_arithmetic:chain_sum", size=2000, max_digits=2)
+    trained = {short.problem("train", i).prompt for i in range(short.size("train"))}
+    asked = {long.problem("held_out", i).prompt for i in range(long.size("held_out"))}
+    assert len(asked) > 200
+    assert not trained & asked
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "score"),
     [

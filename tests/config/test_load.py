@@ -52,6 +52,12 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
         (["lora.rank=64"], ValueError, "engine.max_lora_rank=16"),
         (["engine.dtype=int8"], ValueError, "float32, float16, bfloat16"),
         (["rl.group_size=1"], ValueError, "rl.group_size=1"),
+        (["rl.max_staleness=-1"], ValueError, "rl.max_staleness=-1; allowed: >= 0"),
+        (["engine.tensor_parallel=0"], ValueError, "engine.tensor_parallel=0"),
+        (["engine.max_loras=1"], ValueError, "engine.max_loras=1; allowed: >= 2"),
+        (["tenants=[{name: t}]"], ValueError, "tenants[t]: give task"),
+        (["tenants=[{name: t, rank: 64, prompts_task: {path: 'a:b'}}]"], ValueError, "tenants[t].rank=64 exceeds"),
+        (["deterministic=true", "tenants=[{name: t, prompts_task: {path: 'a:b'}}]"], ValueError, "synchronous"),
         (["rl.max_staleness=9"], ValueError, "engine.max_loras=8 is too few: 11"),
         (["deterministic=true", "rl.max_staleness=1"], ValueError, "synchronous"),
         (["tenants=[{name: x, y: 'z': 1}]"], ValueError, "not valid YAML"),
@@ -63,6 +69,11 @@ def test_what_cannot_work_is_refused_with_the_key(overrides: list[str], error: t
     with pytest.raises(error) as caught:
         load_config(None, [*BASE, *overrides])
     assert words in str(caught.value)
+
+
+def test_every_slot_may_be_needed_at_once() -> None:
+    config = load_config(None, [*BASE, "rl.max_staleness=6"])  # and the policy's current and next version
+    assert config.rl.max_staleness + 2 == config.engine.max_loras == 8
 
 
 def test_missing_values_are_named() -> None:

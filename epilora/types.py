@@ -242,3 +242,4 @@ class EngineStats:
     paths: dict[str, int] = field(default_factory=dict)  # calls per dispatch path
     rollout_seats: int = 0
     seat_cuts: int = 0
+    drafts: tuple[str, ...] = ()  # ids of drafts in slots that no version has sealed

@@ -443,6 +443,7 @@ class VllmEngine:
             paths=dict(shot.get("paths", {})),
             rollout_seats=shot.get("rollout_seats", 0),
             seat_cuts=shot.get("seat_cuts", 0),
+            drafts=self._residents.drafts(),
         )
 
     async def trainer_turn(self, max_wait_s: float) -> float:

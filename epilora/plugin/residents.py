@@ -31,9 +31,17 @@ class Residents:
         self._sealed: dict[str, str] = {}  # draft id -> digest, while the version is here
 
     def loaded(self) -> tuple[str, ...]:
-        """Digests new requests may use."""
+        """Digests of the versions new requests may use."""
         with self._lock:
-            return self._slots.loaded()
+            return tuple(key for key in self._slots.loaded() if not self._is_draft(key))
+
+    def drafts(self) -> tuple[str, ...]:
+        """Ids of the drafts new requests may use."""
+        with self._lock:
+            return tuple(key for key in self._slots.loaded() if self._is_draft(key))
+
+    def _is_draft(self, key: str) -> bool:
+        return isinstance(self._receipts.get(key), DraftReceipt)
 
     def acquire(self, digest: str) -> tuple[int, str]:
         """One more running request: (the engine's adapter id, KV namespace). Raises AdapterNotFound."""

@@ -52,11 +52,12 @@ def engine(main_engine: VllmEngine) -> Iterator[VllmEngine]:
     yield main_engine
 
     async def clean() -> None:
-        for digest in main_engine.stats().loaded:
-            await main_engine.unload_adapter(digest)
+        stats = main_engine.stats()
+        for key in (*stats.loaded, *stats.drafts):
+            await main_engine.unload_adapter(key)
 
     asyncio.run(clean())
-    assert main_engine.stats().loaded == ()
+    assert (main_engine.stats().loaded, main_engine.stats().drafts) == ((), ())
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:

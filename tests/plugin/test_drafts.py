@@ -46,8 +46,10 @@ def test_a_draft_says_what_its_version_says(engine):
     async def both():
         version, tensors = make_adapter(2)
         receipt = await engine.load_draft(draft_of(version, "d1"), share("trainer", tensors))
+        assert (engine.stats().loaded, engine.stats().drafts) == ((), ("d1",))  # no version that others could ask for
         (drafted,) = await engine.generate([ask("d1")])
         sealed = await engine.seal_draft("d1", version, folded_digest(fold(version.spec, tensors)))
+        assert (engine.stats().loaded, engine.stats().drafts) == ((version.digest,), ())
         (by_digest, by_draft) = await engine.generate([ask(version.digest, "a"), ask("d1", "b")])
         again = await engine.load_adapter(version, tensors)
         await engine.unload_adapter(version.digest)
@@ -149,8 +151,8 @@ def test_what_cannot_be_a_draft_is_refused(engine):
             await engine.load_draft(draft_of(version, "d6"), share("other", bad))
         for name in ("d7", "d8"):
             await engine.load_draft(draft_of(version, name), shared)
-        for digest in engine.stats().loaded:
-            await engine.pin_adapter(digest, "test")
+        for draft_id in engine.stats().drafts:
+            await engine.pin_adapter(draft_id, "test")
         with pytest.raises(NoFreeSlot):
             await engine.load_draft(draft_of(version, "d9"), shared)
 

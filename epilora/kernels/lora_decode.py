@@ -62,7 +62,7 @@ class DecodeConfig:
     wgmma: warpgroup MMAs (sm_90 only; k_warps counts warpgroups, at most 4 row tiles). early: start at the tokens' flags.
     shared_kib: shared memory of a GEMM block; the ring takes what the epilogue leaves. blocks_per_sm: of the GEMM, at most.
     shrink_warps, shrink_splits: warps a shrink block and parts of K. shrink_groups: groups of blocks that share the distinct adapters;
-    0: as many as stay resident beside the GEMM.
+    0: one for every eight tokens (each needs processors that the GEMM's blocks then get later).
     fused: 0: two launches; n: one launch for up to 8 tokens, every block quantises all tokens for itself, n at a time; lora_warps do
     the shrink too, and shrink_warps, shrink_groups, early do not count.
     one_order: a row's sums have one order at every number of tokens (two launches without wgmma).
@@ -145,8 +145,8 @@ def config_for(
     where N allows it.
 
     M, N, K, R, L: tokens, out features, in features, rank (0: none), slots. device_name: as torch names the GPU.
-    distinct_adapters: how many adapters the batch is expected to hold (speed only); None: one is expected, and blocks that would idle
-    share what others there are.
+    distinct_adapters: how many adapters the batch is expected to hold (speed only); None: one is expected, and a group of blocks for
+    every eight tokens shares what others there are.
     An entry serves up to its number of tokens and adapters; beyond the largest, the largest serves.
     """
     adapters = max(1, min(M, L, distinct_adapters or 1))
@@ -605,7 +605,7 @@ def _launch_cuda(
         token = ctypes.c_uint(next(_tokens) % 0x7FFFFFFF + 1)
         one_group = splits * len(lora_a) * -(-rank // 8)
         most = min(M, lora_a[0].values.shape[0]) if has_lora else 1
-        groups = config.shrink_groups or max(1, min(most, (num_sms - M) // max(1, one_group)))
+        groups = config.shrink_groups or min(most, -(-M // 8))
         shrink_blocks = one_group * groups
         warps = config.shrink_warps if has_lora else QUANTISE_WARPS
         prologue = _kernel("prologue", tuple(prologue_macros(fp16, warps, M, fp8_adapters).items()), warps * 32, index)

@@ -126,16 +126,13 @@ class Fleet:
     # --- choosing and loading -------------------------------------------------------------------------------------
 
     def loads(self, keys: Sequence[int] = ()) -> list[EngineLoad]:
-        """keys: the prompt's blocks. An engine that drains counts as gone, unless all do."""
+        """keys: the prompt's blocks. Engines that drain or failed lately count as gone, unless that leaves none."""
         now = self._clock()
-        all_drain = self.draining.issuperset(self.engines)
+        working = {name for name in self.engines if name not in self.draining} or set(self.engines)
+        working = {name for name in working if now >= self.engines[name].dead_until_s} or working
         return [
             EngineLoad(
-                name,
-                frozenset(engine.resident),
-                engine.running,
-                now >= engine.dead_until_s and (all_drain or name not in self.draining),
-                self._prefixes.matched(name, keys),
+                name, frozenset(engine.resident), engine.running, name in working, self._prefixes.matched(name, keys)
             )
             for name, engine in self.engines.items()
         ]
@@ -234,19 +231,20 @@ class Fleet:
         Recorded per version and base; on another base than it was trained on, with the drift from what it does there.
         """
         info = await self.info(engine)
-        if engine.base_probe is None:
-            engine.base_probe = await run_probe(engine.port, None)
+        base = engine.base_probe  # kept here: the engine may be forgotten while it is asked
+        if base is None:
+            base = engine.base_probe = await run_probe(engine.port, None)
         try:
             found = await run_probe(engine.port, version.digest)
         except AdapterNotFound as err:
             raise NoFreeSlot(f"{version.ref} was put out of its slot before it was probed") from err
-        if found == engine.base_probe:
+        if found == base:
             why = f"the {len(found.tokens)} probed tokens and their log-probabilities equal the base's exactly"
             if len(engine.refused) < MAX_REFUSED:
                 engine.refused[version.digest] = why
             await engine.port.unload_adapter(version.digest)
             raise _not_applied(version, why)
-        changes = difference(found, engine.base_probe)
+        changes = difference(found, base)
         result = {**found.as_dict(), "difference_from_base": changes, "engine": info.activations, "dtype": info.dtype}
         if version.base_digest and version.base_digest != info.base_digest:
             home = await self._store.call("probe", version.digest, version.base_digest)

@@ -200,6 +200,37 @@ def test_a_stream_cut_after_its_first_token_is_not_begun_again(tmp_path: Path) -
     run(scenario())
 
 
+class DiesProbing(PlainFakeEngine):
+    """Dies in the middle of a load, once, and is back at once; another request sees it die at the same time."""
+
+    deaths = 1
+
+    async def generate(self, requests: Any) -> list[Completion]:
+        if requests[0].request_id.startswith("probe-") and requests[0].adapter and self.deaths:
+            self.deaths = 0
+            forget = self.core.fleet.forget  # type: ignore[attr-defined]
+            forget(self.core.fleet.engines[self.name], None, EngineGone("seen by another request"))  # type: ignore[attr-defined]
+        return await super().generate(requests)
+
+
+def test_an_engine_forgotten_while_it_is_probed_is_no_internal_error(tmp_path: Path) -> None:
+    engine = DiesProbing()
+    parts = Parts(tmp_path, engines=[engine])
+    engine.core = parts.core  # type: ignore[attr-defined]
+    parts.publish("tone", 1)
+    assert run(parts.complete(model="tone")).status == 200
+
+
+def test_when_all_engines_failed_lately_one_is_tried_all_the_same(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Dying("a", 1), Dying("b", 1)])
+        reply = await parts.complete()
+        assert (reply.status, error(reply)["code"]) == (503, "engine_unavailable")  # both died: one retry is enough
+        assert (await parts.complete()).status == 200
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_version_put_out_of_its_slot_is_loaded_again(stream: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
@@ -219,15 +250,29 @@ def test_a_version_put_out_of_its_slot_is_loaded_again(stream: bool, tmp_path: P
     run(scenario())
 
 
+class Gated(PlainFakeEngine):
+    """Loads nothing before `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = asyncio.Event()
+
+    async def load_adapter(self, version: Any, tensors: Any) -> LoadReceipt:
+        await self.open.wait()
+        return await super().load_adapter(version, tensors)
+
+
 def test_one_load_serves_all_who_wait_even_if_the_first_leaves(tmp_path: Path) -> None:
     async def scenario() -> None:
-        engine = PlainFakeEngine()
-        engine.load_s = 0.1
+        engine = Gated()
         parts = Parts(tmp_path, engines=[engine])
         version = parts.publish("tone", 1)
         tasks = [asyncio.create_task(parts.complete(model="tone")) for _ in range(8)]
-        await asyncio.sleep(0.03)
+        while parts.core.completions.running < 8 or not parts.core.fleet.engines["base"].loading:
+            await asyncio.sleep(0)
         tasks[0].cancel()
+        await asyncio.sleep(0)
+        engine.open.set()
         replies = await asyncio.gather(*tasks[1:])
         assert {reply.headers["x-epilora-digest"] for reply in replies} == {version.digest}
         assert engine.loads == [version.digest]

@@ -129,11 +129,13 @@ def facts(engine: Engine) -> dict[str, Any]:
         return found
     found["paths"] = engine.rpc("epilora_stats")["paths"]
     if torch.cuda.is_available():
-        from epilora.plugin import gpu_load
+        from epilora.plugin import gpu_load, path_table
 
         report = gpu_load.reports()[-1]
         found |= {"kinds": report["kinds"], "fallbacks": sorted(report["reasons"]), "dispatch_s": report["total_s"]}
         found |= {"dispatch_cached": report.get("cached", False), "dispatch": report.get("choices", {})}
+        times = path_table.current().times_us  # shape -> tokens -> path -> us a projection (one adapter, all adapters)
+        found["dispatch_us"] = {"x".join(map(str, shape)): by_tokens for shape, by_tokens in times.items()}
     return found
 
 

@@ -209,7 +209,8 @@ class Run:
 
     def failure(self, case: str, variant: str, reason: str) -> None:
         print(f"FAILED {case} {variant}: {reason[-1500:]}", flush=True)
-        self.results.add_failure(case, variant, 0, reason[-400:])
+        kept = reason if len(reason) <= 600 else f"{reason[:250]} ... {reason[-350:]}"
+        self.results.add_failure(case, variant, 0, kept.encode("ascii", "replace").decode())
         self.results.write()
 
     def _started_row(self, process: EngineProcess) -> None:
@@ -220,7 +221,8 @@ class Run:
         self.results.add(case, process.spec.variant, 0, [facts["ready_after_s"]], unit="s", side_by_side=True, **told)
         if "dispatch_s" in facts and not facts["dispatch_cached"]:
             case = f"dispatch_cold/{self.name}/s{process.spec.slots}"
-            self.results.add(case, process.spec.variant, 0, [facts["dispatch_s"]], unit="s")
+            times = facts["dispatch_us"]
+            self.results.add(case, process.spec.variant, 0, [facts["dispatch_s"]], unit="s", times_us=times)
         self.results.write()
 
     def add(

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray import serve
 
 from actors.engine_pool import NAMESPACE, BaseRequest, get_or_create_pool
 from actors.handles import RemotePart
-from actors.router import build_app
 from epilora import planner
 from epilora.config.schema import JobConfig
 from epilora.models import resolve_model_path
@@ -26,10 +24,13 @@ from epilora.serving.tenant_file import put_tenants
 from epilora.serving.tenants import TenantConfig, hash_key, issue_key
 from epilora.sizing import RECIPES
 from epilora.types import EngineInfo
+from jobs.left_out import left_out
 
 ENGINE_FACTORY = "epilora.plugin.engine:VllmEngine"
 ROUTER_APP = "router"
 TRAINER_FACTORY = "epilora.trainer.trainer:LoraTrainer"
+# Serve gives up on a proxy that has not started within 5 s and starts another, which makes a busy machine busier.
+WORKERS = {"env_vars": {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}}
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class System:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
             return
         self.owns_ray = True
+        on_cpu = self.config.engine.num_gpus == 0
         ray.init(
             address="local",
             namespace=NAMESPACE,
@@ -137,6 +139,7 @@ class System:
             log_to_driver=False,
             logging_level=logging.WARNING,
             object_store_memory=128 * planner.MIB,
+            runtime_env=WORKERS | ({"worker_process_setup_hook": "jobs.left_out.leave_out"} if on_cpu else {}),
             _system_config={"prestart_worker_first_driver": False},
         )
 
@@ -154,6 +157,11 @@ class System:
 
     def _start_router(self, store_root: Path) -> None:
         """Give this job's tenants new keys, and start the router unless one runs (it re-reads the tenants file)."""
+        with left_out():  # imported here: a job without a router does without Serve
+            from ray import serve
+
+            from actors.router import build_app
+
         tenants_file = store_root / "tenants.json"
         self.keys = {tenant.name: TenantKey(tenant.name, issue_key(tenant.name)) for tenant in self.config.tenants}
         put_tenants(tenants_file, [TenantConfig(key.tenant, (hash_key(key.api_key),)) for key in self.keys.values()])
@@ -179,6 +187,8 @@ class System:
             ray.shutdown()
             return
         if self._with_router:
+            from ray import serve
+
             await asyncio.to_thread(serve.shutdown)
         if hasattr(self, "_pool"):
             await asyncio.wait_for(self._pool.shutdown(), 30)

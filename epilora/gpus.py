@@ -37,7 +37,7 @@ class GpuType:
         if base_format not in ("fp8", "nvfp4"):
             return "stock 16-bit GEMM, LoRA kernels beside it"
         if activations == "w8a16":
-            return f"W8A16: {self.weight_only_path}"
+            return f"{'W8A16' if base_format == 'fp8' else 'NVFP4 W4A16'}: {self.weight_only_path}"
         kind = "FP8 W8A8" if base_format == "fp8" else "NVFP4"
         if self.decode_path == self.many_path:
             return f"{kind}: {self.decode_path}"

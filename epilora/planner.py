@@ -6,11 +6,11 @@ for. The arithmetic (epilora/sizing.py) is printed line by line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from epilora import sizing
-from epilora.config.schema import JobConfig, Placement
+from epilora.config.schema import EngineConfig, JobConfig, Placement
 from epilora.errors import MemoryInfeasible
 from epilora.gpus import GPU_TYPES, GpuType
 from epilora.model_facts import ModelFacts, read_facts
@@ -28,10 +28,15 @@ NVLINK_PAIR = "nvlink_pair"  # custom resource of a node whose GPUs are NVLink p
 
 @dataclass(frozen=True)
 class Candidate:
-    """A GPU type that can run the plan, and the kernel path it is expected to take."""
+    """A GPU type that can run the plan, what the engine is told there, and the kernel path it is expected to take.
+
+    total_bytes: of one such GPU's memory that is needed, in the larger phase.
+    """
 
     gpu: GpuType
+    engine: EngineConfig
     kernel_path: str
+    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,9 @@ class Plan:
                 for line in self.host
             ]
         for candidate in self.candidates:
-            free = candidate.gpu.usable_bytes - self.total_bytes
-            lines.append(f"can run on {candidate.gpu.label}: {free / GIB:.1f} GiB to spare; {candidate.kernel_path}")
+            free = candidate.gpu.usable_bytes - candidate.total_bytes
+            needs = f"{candidate.total_bytes / GIB:.1f} GiB, {free / GIB:.1f} to spare"
+            lines.append(f"can run on {candidate.gpu.label}: {needs}; {candidate.kernel_path}")
         lines += [f"cannot run on {name}: {why}" for name, why in self.refusals.items()]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -173,8 +179,18 @@ def _plan_cpu(config: JobConfig, facts: ModelFacts, available_bytes: int | None)
 
 
 def _plan_gpu(config: JobConfig, facts: ModelFacts) -> Plan:
+    _check_split(facts, config.engine.tensor_parallel)
+    draft = _draft(config, facts)
+    candidates, refusals = _sort_out(config, facts)
+    result = Plan(**{**vars(draft), "candidates": candidates, "refusals": refusals, "notes": _notes(config, facts)})
+    if not candidates:
+        raise MemoryInfeasible(f"no known GPU can run this:\n{result.describe()}")
+    return result
+
+
+def _draft(config: JobConfig, facts: ModelFacts) -> Plan:
+    """Bundle and memory of one base on a GPU, whichever it is."""
     engine, shards = config.engine, config.engine.tensor_parallel
-    _check_split(facts, shards)
     recipe = sizing.RECIPES[config.trainer.placement]
     lines = [
         *sizing.engine_lines(engine, facts, kv_in_training=recipe.kv_kept),
@@ -190,9 +206,9 @@ def _plan_gpu(config: JobConfig, facts: ModelFacts) -> Plan:
         lines.append(MemoryLine(name, own, rollouts=not recipe.offloaded))
         if recipe.offloaded:
             host = (MemoryLine("trainer: pinned copy of its base, exact size", own * shards),)
-    draft = Plan(
+    return Plan(
         bundle={"GPU": float(shards), "CPU": 2.0} | ({NVLINK_PAIR: 1.0} if shards == 2 else {}),
-        # A pair's trainer ranks take no GPU of Ray's: they get the engine's devices by UUID.
+        # A pair's trainer takes no GPU of Ray's: it gets the engine's devices by UUID.
         engine_options={"num_gpus": float(shards) if shards > 1 else engine.num_gpus, "num_cpus": 1},
         trainer_options={"num_gpus": 0 if shards > 1 else config.trainer.num_gpus, "num_cpus": 1},
         environment={"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -200,23 +216,28 @@ def _plan_gpu(config: JobConfig, facts: ModelFacts) -> Plan:
         memory_limit_bytes=None,
         host=host,
     )
-    candidates, refusals = _sort_out(config, draft)
-    result = Plan(**{**vars(draft), "candidates": candidates, "refusals": refusals, "notes": _notes(config, facts)})
-    if not candidates:
-        raise MemoryInfeasible(f"no known GPU can run this:\n{result.describe()}")
-    return result
 
 
-def _sort_out(config: JobConfig, draft: Plan) -> tuple[tuple[Candidate, ...], dict[str, str]]:
-    """GPU types that can run `draft`, in the configuration's order, and why the others cannot."""
-    stored = sizing.base_format(config.engine.quantization)
+def engine_on(engine: EngineConfig, accelerator: str) -> EngineConfig:
+    """The engine as it is told on `accelerator`: engine.by_accelerator over the section's own values."""
+    variant = engine.by_accelerator.get(accelerator)
+    if variant is None:
+        return engine
+    return replace(engine, **{key: value for key, value in vars(variant).items() if value is not None})
+
+
+def _sort_out(config: JobConfig, facts: ModelFacts) -> tuple[tuple[Candidate, ...], dict[str, str]]:
+    """GPU types that can run it, in the configuration's order, and why the others cannot."""
     wanted = config.engine.accelerator_types or list(GPU_TYPES)
-    candidates, refusals = [], {}
+    unknown = sorted({*wanted, *config.engine.by_accelerator} - set(GPU_TYPES))
+    candidates = []
+    refusals = {name: f"unknown accelerator type; known: {', '.join(GPU_TYPES)}" for name in unknown}
     for name in [*wanted, *(n for n in GPU_TYPES if n not in wanted)]:
-        gpu = GPU_TYPES.get(name)
-        if gpu is None:
-            refusals[name] = f"unknown accelerator type; known: {', '.join(GPU_TYPES)}"
-        elif name not in wanted:
+        if name in unknown:
+            continue
+        gpu, engine = GPU_TYPES[name], engine_on(config.engine, name)
+        draft, stored = _draft(replace(config, engine=engine), facts), sizing.base_format(engine.quantization)
+        if name not in wanted:
             refusals[name] = f"not among engine.accelerator_types={wanted}"
         elif stored not in gpu.formats:
             refusals[name] = f"sm_{gpu.compute_capability} computes {', '.join(gpu.formats)}, the base is {stored}"
@@ -226,7 +247,8 @@ def _sort_out(config: JobConfig, draft: Plan) -> tuple[tuple[Candidate, ...], di
                 f"{draft.total_bytes / GIB:.1f} GiB needed in {phase}, {gpu.usable_bytes / GIB:.1f} GiB usable"
             )
         else:
-            candidates.append(Candidate(gpu, gpu.kernel_path(stored, config.engine.activations.value)))
+            path = gpu.kernel_path(stored, engine.activations.value)
+            candidates.append(Candidate(gpu, engine, path, draft.total_bytes))
     return tuple(candidates), refusals
 
 

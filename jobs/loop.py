@@ -59,6 +59,11 @@ class Policy:
     step: int
 
 
+def policy_name(run: str) -> str:
+    """Of a run: its adapter's name, its trainer session and the holder of its pins."""
+    return f"policy-{run}"
+
+
 def rollout_seed(run_seed: int, step: int, problem: int, sample: int) -> int:
     """A 31-bit seed that depends on all four numbers and on nothing else."""
     text = f"{run_seed}/{step}/{problem}/{sample}".encode()
@@ -97,7 +102,7 @@ class RLLoop:
         self._record = record
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.rl.keep_checkpoints)
         self._screening = Screening(run_dir, config.rl.left_out_share)
-        self.name = f"policy-{config.name}"
+        self.name = policy_name(config.name)
         self.session = self.name
         self.step = 0
         self.cursor = 0

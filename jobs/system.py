@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ import ray
 
 from actors.engine_pool import NAMESPACE, BaseRequest, get_or_create_pool
 from actors.handles import RemotePart
+from actors.placement import Choice
+from actors.scaling import ScalingLimits
 from epilora import planner
-from epilora.config.schema import JobConfig
+from epilora.config.schema import EngineConfig, JobConfig
 from epilora.models import resolve_model_path
 from epilora.serving.tenant_file import put_tenants
 from epilora.serving.tenants import TenantConfig, hash_key, issue_key
 from epilora.sizing import RECIPES
 from epilora.types import EngineInfo
 from jobs.left_out import left_out
+from jobs.loop import policy_name
 
 ENGINE_FACTORY = "epilora.plugin.engine:VllmEngine"
 ROUTER_APP = "router"
@@ -52,32 +55,53 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
         name=engine.name,
         trainer_name=trainer.name,
         engine_factory=ENGINE_FACTORY,
-        engine_kwargs={
-            "name": engine.name,
-            "model_path": str(model_path),
-            "dtype": engine.dtype,
-            "quantization": None if engine.quantization == "none" else engine.quantization,
-            "activations": engine.activations.value,
-            "max_model_len": engine.max_model_len,
-            "max_num_seqs": engine.max_num_seqs,
-            "max_num_batched_tokens": engine.max_num_batched_tokens,
-            "tenant_seats": engine.tenant_seats,
-            "max_loras": engine.max_loras,
-            "max_lora_rank": engine.max_lora_rank,
-            "kv_cache_bytes": engine.kv_cache_mib * planner.MIB,
-        "tensor_parallel": engine.tensor_parallel,
-        "graph_sizes": tuple(engine.graph_sizes) or None,
-            "seed": engine.seed,
-        },
+        engine_kwargs=engine_kwargs(engine, model_path),
         trainer_factory=TRAINER_FACTORY,
         trainer_kwargs=trainer_kwargs(config),
         bundle=plan.bundle,
         engine_options=plan.engine_options,
         trainer_options=plan.trainer_options,
         environment=plan.environment,
-        bundle_labels=plan.labels,
+        choices=choices(engine, model_path, plan),
+        scaling=ScalingLimits(**asdict(config.scaling)),
     )
     return request, plan
+
+
+def engine_kwargs(engine: EngineConfig, model_path: Path) -> dict[str, Any]:
+    """What the engine's factory is called with."""
+    return {
+        "name": engine.name,
+        "model_path": str(model_path),
+        "dtype": engine.dtype,
+        "quantization": None if engine.quantization == "none" else engine.quantization,
+        "activations": engine.activations.value,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "tenant_seats": engine.tenant_seats,
+        "max_loras": engine.max_loras,
+        "max_lora_rank": engine.max_lora_rank,
+        "kv_cache_bytes": engine.kv_cache_mib * planner.MIB,
+        "tensor_parallel": engine.tensor_parallel,
+        "graph_sizes": tuple(engine.graph_sizes) or None,
+        "seed": engine.seed,
+    }
+
+
+def choices(engine: EngineConfig, model_path: Path, plan: planner.Plan) -> tuple[Choice, ...]:
+    """Kinds of node the plan allows, best first, each with what its engine is told that differs from the rest."""
+    if not plan.candidates:
+        return (Choice(),)
+    usual = engine_kwargs(engine, model_path)
+    made = []
+    for candidate in plan.candidates:
+        there = candidate.engine
+        path = model_path if there.model_path == engine.model_path else resolve_model_path(there.model_path)
+        told = engine_kwargs(there, path)
+        labels = {planner.ACCELERATOR_LABEL: candidate.gpu.label}
+        made.append(Choice(labels, {key: told[key] for key in told if told[key] != usual[key]}))
+    return tuple(made)
 
 
 def trainer_kwargs(config: JobConfig) -> dict[str, Any]:
@@ -146,7 +170,8 @@ class System:
     async def _start(self, request: BaseRequest) -> None:
         timeout = self.config.ready_timeout_s
         self._pool = RemotePart(get_or_create_pool(str(Path(self.config.store.root).resolve())))
-        starting = asyncio.create_task(self._pool.ensure(request, self.config.name, timeout))
+        driver, session = ray.get_runtime_context().get_job_id(), policy_name(self.config.name)
+        starting = asyncio.create_task(self._pool.ensure(request, self.config.name, timeout, driver, session))
         store_root = Path(await asyncio.wait_for(self._pool.ready(), timeout))
         if self._with_router:
             await asyncio.to_thread(self._start_router, store_root)

@@ -114,6 +114,20 @@ def test_precision_follows_from_the_gpu(big: ModelFacts) -> None:
     assert {c.gpu.label: c.kernel_path for c in matched.candidates}["L40S"].startswith("W8A16: fused")
 
 
+def test_a_type_may_have_a_format_and_a_cache_of_its_own(big: ModelFacts) -> None:
+    own = "engine.by_accelerator={RTX-PRO-6000: {quantization: modelopt_fp4}, A100: {quantization: none}, H200: {kv_cache_mib: 100000}}"
+    plan = planner.plan(config(*GPU, own, "engine.activations=w8a8"), big)
+    by_label = {candidate.gpu.label: candidate for candidate in plan.candidates}
+    assert by_label["RTX-PRO-6000"].engine.quantization == "modelopt_fp4"
+    assert by_label["RTX-PRO-6000"].kernel_path.startswith("NVFP4")
+    assert by_label["H100"].engine.quantization == "fp8_per_channel"
+    assert by_label["A100"].kernel_path.startswith("stock 16-bit")  # without its own format the A100 is refused
+    assert by_label["H200"].total_bytes - by_label["H100"].total_bytes > 90_000 * planner.MIB
+    assert by_label["H100"].total_bytes - by_label["RTX-PRO-6000"].total_bytes > big.linear_parameters // 3
+    with pytest.raises(ValueError, match="copies the engine's FP8 codes"):
+        planner.plan(config(*GPU, own, "trainer.placement=own_fp8"), big)
+
+
 def test_one_gpu_is_halved_and_a_pair_goes_to_the_engine(big: ModelFacts) -> None:
     one = planner.plan(config(*GPU), big)
     assert one.bundle == {"GPU": 1.0, "CPU": 2.0}

@@ -43,6 +43,16 @@ class Placement(str, Enum):
 
 
 @dataclass
+class EngineVariant:
+    """What an engine is told on one accelerator type instead of the section's own values; None keeps those."""
+
+    model_path: str | None = None  # e.g. an NVFP4 checkpoint of the same model
+    quantization: str | None = None
+    activations: Activations | None = None
+    kv_cache_mib: int | None = None
+
+
+@dataclass
 class EngineConfig:
     """One vLLM engine. Engines with equal settings are shared between jobs."""
 
@@ -66,6 +76,7 @@ class EngineConfig:
     accelerator_types: list[str] = field(
         default_factory=list
     )  # ray.io/accelerator-type labels that may run it, best first
+    by_accelerator: dict[str, EngineVariant] = field(default_factory=dict)  # accelerator type -> what differs there
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -233,6 +244,21 @@ class StoreConfig:
 
 
 @dataclass
+class ScalingConfig:
+    """How many engines the pool may run for this base; meaning of the fields as in `actors/scaling.py`."""
+
+    min_engines: int = 1
+    max_engines: int = 1
+    adapter_share: float = 0.9
+    waiting_s: float = 2.0
+    kv_share: float = 0.9
+    spare_share: float = 0.6
+    up_s: float = 5.0
+    down_s: float = 60.0
+    to_zero_s: float | None = None  # None: the last engine stays
+
+
+@dataclass
 class JobConfig:
     """Everything a job needs."""
 
@@ -243,6 +269,7 @@ class JobConfig:
     resume: bool = False
     ready_timeout_s: float = 300.0  # bound on every wait for a placement or an actor
     engine: EngineConfig = field(default_factory=EngineConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -21,7 +21,7 @@ Job = Callable[[JobConfig], Awaitable[Any]]
 
 
 def job_main(job: Job, *, description: str, default_config: str | None = None) -> None:
-    """Parse, validate, print the plan for `--dry-run`, or run `job` and exit 0; 130 after Ctrl-C, 143 after SIGTERM, 2 for
+    """Parse, validate, print the plan for `--dry-run`, or run `job` and exit 0; 130 after Ctrl-C, 143 after SIGTERM, 1 for
     a configuration or a placement that cannot work."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=default_config, help="YAML file; see configs/")

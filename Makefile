@@ -39,19 +39,18 @@ quickstart: $(STAMP) $(model_$(MODEL))
 serve: $(STAMP) $(model_$(MODEL))
 	@$(PY) -m jobs.serve --config configs/quickstart_$(MODEL).yaml $(ARGS)
 
-# Two processes side by side: Triton's interpreter is switched on for a whole process, and there are two cores.
+# Parts side by side, see scripts/run_tests.py; the other targets run one part alone.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j2 -Oline test-kernels test-system
+	@$(PY) scripts/run_tests.py $(ARGS)
+
+test-full: $(STAMP)
+	@$(PY) scripts/run_tests.py --slow --record benchmarks/results/test_full.json $(ARGS)
 
 test-kernels: $(STAMP)
 	@$(PY) -m pytest -m "not slow and not gpu" tests/kernels tests/quant $(ARGS)
 
 test-system: $(STAMP)
-	@$(PY) -m pytest -m "not slow and not gpu" --durations=12 --ignore=tests/kernels --ignore=tests/quant $(ARGS)
-
-test-full: $(STAMP)
-	@$(PY) -m pytest -m "not gpu" tests/kernels tests/quant $(ARGS)
-	@$(PY) -m pytest -m "not gpu" --ignore=tests/kernels --ignore=tests/quant $(ARGS)
+	@$(PY) -m pytest -m "not slow and not gpu" --ignore=tests/kernels --ignore=tests/quant $(ARGS)
 
 test-gpu:
 	@$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -60,6 +60,7 @@ def main_job_row(
 VARIANTS = {
     "w8a8_tis": ("engine.activations=w8a8", "loss.correction=tis_token"),
     "staleness_1": ("rl.max_staleness=1",),
+    "score_centering": ("engine.activations=w8a8", "loss.correction=score_centering"),
 }
 
 

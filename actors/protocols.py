@@ -148,6 +148,10 @@ class Trainer(Protocol):
 
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]: ...
 
+    def adapter_and_digest(self, session: str) -> tuple[AdapterSpec, dict[str, Any], str]:
+        """`adapter`, and `epilora.adapters.fold.folded_digest` of what it returns."""
+        ...
+
     def shared_adapter(self, session: str) -> tuple[AdapterSpec, Any]:
         """Spec and handles of the tensors where they lie, for `Engine.load_draft` on the same GPU; None off a GPU."""
         ...

@@ -62,6 +62,9 @@ class TrainerActor:
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]:
         return self._call(self._trainer.adapter, session)
 
+    def adapter_and_digest(self, session: str) -> tuple[AdapterSpec, dict[str, Any], str]:
+        return self._trainer.adapter_and_digest(session)
+
     def shared_adapter(self, session: str) -> tuple[AdapterSpec, Any]:
         return self._trainer.shared_adapter(session)
 

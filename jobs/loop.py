@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,7 +28,16 @@ from epilora.config.schema import Correction, JobConfig
 from epilora.errors import BaseMismatch, EpiloraError
 from epilora.sizing import RECIPES
 from epilora.tasks.base import RewardError, checked_score
-from epilora.types import AdapterSpec, AdapterVersion, Completion, GenerateRequest, Rollout, RolloutGroup, Sampling
+from epilora.types import (
+    AdapterDraft,
+    AdapterSpec,
+    AdapterVersion,
+    Completion,
+    GenerateRequest,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+)
 from jobs.checkpoints import Checkpoints, LoopState
 from jobs.screening import Screening, StepScreening
 
@@ -51,12 +61,33 @@ class Batch:
     screened: StepScreening
 
 
-@dataclass(frozen=True)
 class Policy:
-    """The version new batches are sampled from."""
+    """What new batches are sampled from. key: what requests name, a version's digest or a draft's id; step: optimizer steps
+    it has seen.
+    """
 
-    version: AdapterVersion
-    step: int
+    def __init__(self, key: str, step: int, sealing: asyncio.Future[AdapterVersion]) -> None:
+        self.key, self.step, self._sealing = key, step, sealing
+
+    @classmethod
+    def known(cls, version: AdapterVersion, step: int) -> Policy:
+        """A version that is durable already."""
+        sealed: asyncio.Future[AdapterVersion] = asyncio.get_running_loop().create_future()
+        sealed.set_result(version)
+        return cls(version.digest, step, sealed)
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._sealing.done()
+
+    @property
+    def version(self) -> AdapterVersion:
+        """Of a sealed policy (see `sealed`)."""
+        return self._sealing.result()
+
+    async def sealed(self) -> AdapterVersion:
+        """The version, once it is durable and the engine has been checked. Raises what publishing raised."""
+        return await asyncio.shield(self._sealing)
 
 
 def policy_name(run: str) -> str:
@@ -109,7 +140,7 @@ class RLLoop:
         self.policy: Policy | None = None
         self.versions_published = 0
         self._pending: deque[tuple[asyncio.Task[Batch], Policy]] = deque()
-        self._retired: list[str] = []
+        self._retired: list[Policy] = []
         self._config_digest = config_digest(config)
 
     async def start(self) -> None:
@@ -151,7 +182,7 @@ class RLLoop:
             )
         await self._load(version, await self._store.tensors(version.digest))
         self.step, self.cursor = state.step, state.cursor
-        self.policy = Policy(version, state.step)
+        self.policy = Policy.known(version, state.step)
         logger.info("resumed %s at step %d with %s", self.name, self.step, version.ref)
 
     async def _wait_until_idle(self) -> None:
@@ -167,7 +198,11 @@ class RLLoop:
 
     async def _drop_left_over_versions(self) -> None:
         """Free slots that a killed run of this name left filled."""
-        for digest in (await self._engine.stats()).loaded:
+        stats = await self._engine.stats()
+        for draft_id in stats.drafts:
+            if draft_id.startswith(f"{self.name}/"):
+                await self._unload(draft_id)
+        for digest in stats.loaded:
             version = await self._store.resolve(digest)
             if version.name == self.name:
                 await self._unload(digest)
@@ -176,20 +211,27 @@ class RLLoop:
         """Train until `rl.steps`. Cancelling leaves the last checkpoint, from which `resume=true` goes on."""
         rl = self.config.rl
         next_batch, next_cursor = self.step, self.cursor
+
+        def ask() -> None:
+            nonlocal next_batch, next_cursor
+            while len(self._pending) <= rl.max_staleness and next_batch < rl.steps:
+                assert self.policy is not None
+                task = asyncio.create_task(self._sample(next_batch, next_cursor, self.policy))
+                self._pending.append((task, self.policy))
+                next_batch += 1
+                next_cursor += rl.prompts_per_step
+
         try:
             while self.step < rl.steps:
                 start = time.monotonic()
-                while len(self._pending) <= rl.max_staleness and next_batch < rl.steps:
-                    assert self.policy is not None
-                    task = asyncio.create_task(self._sample(next_batch, next_cursor, self.policy))
-                    self._pending.append((task, self.policy))
-                    next_batch += 1
-                    next_cursor += rl.prompts_per_step
+                ask()
                 batch = await self._pending[0][0]
                 self._pending.popleft()
                 metrics = await self._train(batch)
                 metrics["time/step_s"] = time.monotonic() - start
                 self._record(self.step, metrics)
+                if self.policy is not None and not self.policy.is_sealed:
+                    ask()  # sampling goes on while the version becomes durable
                 await self._settle()
                 if rl.min_step_s:
                     await asyncio.sleep(max(0.0, rl.min_step_s - (time.monotonic() - start)))
@@ -218,7 +260,7 @@ class RLLoop:
                     seed=rollout_seed(self.config.seed, index, i, j),
                     logprobs=self.config.loss.centering_top_k if centering else 0,
                 ),
-                adapter=policy.version.digest,
+                adapter=policy.key,
                 kind="rollout",
                 client=f"job:{self.config.name}",
             )
@@ -232,13 +274,14 @@ class RLLoop:
             await self._engine.abort([r.request_id for r in requests])
             raise
         took = time.monotonic() - start
+        version = await policy.sealed()
         groups = []
         for i, problem in enumerate(problems):
             try:
                 groups.append(self._group(problem, completions[i * rl.group_size : (i + 1) * rl.group_size], policy))
             except RewardError as err:
                 screened.leave_out("reward_failed", problem.problem_id, err)
-        return Batch(index, tuple(groups), policy.version, policy.step, took, screened)
+        return Batch(index, tuple(groups), version, policy.step, took, screened)
 
     async def _fits(self, problem: Any, screened: StepScreening) -> bool:
         """Whether prompt and answer fit the engine's context; reports the problem if not."""
@@ -255,7 +298,7 @@ class RLLoop:
     def _group(self, problem: Any, completions: list[Completion], policy: Policy) -> RolloutGroup:
         rollouts = []
         for completion in completions:
-            if completion.adapter != policy.version.digest:
+            if completion.adapter != policy.key:
                 raise EpiloraError(
                     f"rollout {completion.request_id} was answered under {completion.adapter}, asked for {policy.version.ref}"
                 )
@@ -317,8 +360,27 @@ class RLLoop:
 
         curves: figures of the step that made it, kept with the version for operators to see.
         """
-        spec, tensors = await self._trainer.adapter(self.session)
-        version = await self._store.publish(
+        spec, shared = await self._trainer.shared_adapter(self.session)
+        if shared is None:
+            spec, tensors = await self._trainer.adapter(self.session)
+            version = await self._store_version(spec, tensors, curves)
+            await self._load(version, tensors)
+            policy = Policy.known(version, self.step)
+        else:
+            draft_id = f"{self.name}/{self.step}/{uuid.uuid4().hex[:8]}"
+            draft = AdapterDraft(draft_id, self.name, spec, self._base_digest, self._base_model)
+            await self._engine.load_draft(draft, shared)
+            await self._engine.pin_adapter(draft_id, self.name)
+            policy = Policy(draft_id, self.step, asyncio.create_task(self._seal(draft_id, curves)))
+        self.versions_published += 1
+        if self.policy is not None:
+            self._retired.append(self.policy)
+        self.policy = policy
+
+    async def _store_version(
+        self, spec: AdapterSpec, tensors: Mapping[str, Any], curves: Mapping[str, Any] | None
+    ) -> AdapterVersion:
+        return await self._store.publish(
             self.name,
             spec,
             tensors,
@@ -327,11 +389,13 @@ class RLLoop:
             metadata={"step": self.step, "run": self.config.name, **(curves or {})},
             owner=f"job:{self.config.name}",
         )
-        await self._load(version, tensors)
-        self.versions_published += 1
-        old, self.policy = self.policy, Policy(version, self.step)
-        if old is not None and old.version.digest != version.digest:
-            self._retired.append(old.version.digest)
+
+    async def _seal(self, draft_id: str, curves: Mapping[str, Any] | None) -> AdapterVersion:
+        """Make a draft's content durable and have the engine check what it samples from; before the next optimizer step."""
+        spec, tensors, folded_digest = await self._trainer.adapter_and_digest(self.session)
+        version = await self._store_version(spec, tensors, curves)
+        await self._engine.seal_draft(draft_id, version, folded_digest)
+        return version
 
     async def _settle(self) -> None:
         """Save the step that was just recorded, then free what nothing uses any more.
@@ -339,13 +403,12 @@ class RLLoop:
         In this order: a crash in between repeats a recorded step, it never loses one.
         """
         assert self.policy is not None
+        version = await self.policy.sealed()
         if self.step % self.config.rl.checkpoint_every == 0 or self.step == self.config.rl.steps:
-            state = LoopState(self.step, self.cursor, self.policy.version.digest, self._config_digest)
+            state = LoopState(self.step, self.cursor, version.digest, self._config_digest)
             self._checkpoints.save(state, await self._trainer.state(self.session))
-        used = {self.policy.version.digest} | {policy.version.digest for _, policy in self._pending}
-        for digest in [d for d in self._retired if d not in used]:
-            await self._unload(digest)
-            self._retired.remove(digest)
+        used = {version.digest} | {(await policy.sealed()).digest for _, policy in self._pending}
+        await self._unload_retired(used)
 
     async def _load(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> None:
         """Load a version and pin it: tenants' adapters make room for one another, never out of a policy's slot."""
@@ -357,15 +420,21 @@ class RLLoop:
             )
         await self._engine.pin_adapter(version.digest, self.name)
 
+    async def _unload_retired(self, used: set[str]) -> None:
+        digests = [(await policy.sealed()).digest for policy in self._retired]
+        for digest in dict.fromkeys(digests):
+            if digest not in used:
+                await self._unload(digest)
+        self._retired = [policy for policy in self._retired if policy.version.digest in used]
+
     async def _unload(self, digest: str) -> None:
         await self._engine.unpin_adapter(digest, self.name)
         await self._engine.unload_adapter(digest)
 
     async def close(self, *, keep_policy: bool = True) -> None:
         """Free slots of retired versions and the trainer's session; the policy stays loaded if `keep_policy`."""
-        for digest in self._retired:
-            await self._unload(digest)
-        self._retired.clear()
-        if not keep_policy and self.policy is not None:
-            await self._unload(self.policy.version.digest)
+        policy = None if self.policy is None else (await self.policy.sealed()).digest
+        await self._unload_retired(set() if policy is None else {policy})
+        if not keep_policy and policy is not None:
+            await self._unload(policy)
         await self._trainer.close_session(self.session)

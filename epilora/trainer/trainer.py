@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from epilora.adapters.device_tensors import DeviceTensors
+from epilora.adapters.fold import fold, folded_digest
 from epilora.errors import BaseMismatch
 from epilora.quant.manifest import WeightManifest
 from epilora.types import AdapterSpec, RolloutGroup
@@ -337,6 +338,11 @@ class LoraTrainer:
         """Spec and tensors (numpy fp32, PEFT keys, scaling not folded); copies."""
         state = self._session(session)
         return state.spec, dict(state.export())
+
+    def adapter_and_digest(self, session: str) -> tuple[AdapterSpec, dict[str, Any], str]:
+        """`adapter`, and the folded digest of those very arrays, for `Engine.seal_draft`."""
+        spec, tensors = self.adapter(session)
+        return spec, tensors, folded_digest(fold(spec, tensors))
 
     def shared_adapter(self, session: str) -> tuple[AdapterSpec, DeviceTensors | None]:
         """Spec and handles of the tensors where they are, for an engine on the same GPU; None off a GPU.

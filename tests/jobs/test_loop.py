@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 
 from actors.handles import LocalPart
 from epilora.config import load_config
-from epilora.errors import EpiloraError
+from epilora.errors import AdapterRejected, EpiloraError
 from epilora.tasks.base import Problem, RewardError
 from epilora.trainer.loss import LossConfig
 from epilora.types import AdapterSpec, AdapterVersion, Completion, EngineStats, LoadReceipt
@@ -32,6 +33,9 @@ class Engine:
         self.answer_with: str | None = None
         self.aborted: list[str] = []
         self.turns: list[tuple[int, float]] = []
+        self.drafts: dict[str, str] = {}  # id -> what it was loaded from
+        self.sealed: list[tuple[str, str]] = []
+        self.refuse_to_seal = False
 
     def info(self):
         return SimpleNamespace(base_digest="base", model_name="m", max_model_len=64)
@@ -40,7 +44,7 @@ class Engine:
         return tuple(text.split())
 
     def stats(self):
-        return EngineStats(0, 0, 0, 0, 0, 0, 0.0, tuple(self.loaded))
+        return EngineStats(0, 0, 0, 0, 0, 0, 0.0, tuple(self.loaded), drafts=tuple(self.drafts))
 
     async def trainer_turn(self, max_wait_s):
         self.turns.append((len(self.batches), max_wait_s))
@@ -48,11 +52,11 @@ class Engine:
 
     async def generate(self, requests):
         digest = requests[0].adapter
-        assert digest in self.loaded, "asked for a version that is not loaded"
+        assert self.holds(digest), "asked for a version that is not loaded"
         self.batches.append(digest)
         if len(self.batches) == self.hang_at_batch:
             await asyncio.Event().wait()
-        assert digest in self.loaded, "version was unloaded while its batch was running"
+        assert self.holds(digest), "version was unloaded while its batch was running"
         return [
             Completion(
                 r.request_id,
@@ -75,6 +79,23 @@ class Engine:
         self.peak = max(self.peak, len(self.loaded))
         return LoadReceipt(version.digest, 0, self.readback or "same", "same", 1, 1, 0.1)
 
+    def holds(self, key):
+        """A draft's id means its version once that is sealed."""
+        return key in self.drafts or dict(self.sealed).get(key, key) in self.loaded
+
+    async def load_draft(self, draft, tensors):
+        self.drafts[draft.draft_id] = tensors
+        self.peak = max(self.peak, len(self.loaded) + len(self.drafts))
+
+    async def seal_draft(self, draft_id, version, folded_digest):
+        await asyncio.sleep(0)
+        if self.refuse_to_seal:
+            raise AdapterRejected("its slot reads back other bytes than were loaded")
+        assert folded_digest == f"folded {self.drafts.pop(draft_id)}"
+        self.loaded[version.digest] = version
+        self.sealed.append((draft_id, version.digest))
+        self.pins = {(version.digest if key == draft_id else key, holder) for key, holder in self.pins}
+
     async def pin_adapter(self, digest, holder):
         self.pins.add((digest, holder))
 
@@ -82,7 +103,7 @@ class Engine:
         self.pins.discard((digest, holder))
 
     async def unload_adapter(self, digest):
-        del self.loaded[digest]
+        del (self.drafts if digest in self.drafts else self.loaded)[digest]
 
     async def reset_prefix_cache(self):
         self.prefix_resets += 1
@@ -99,6 +120,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.sessions: dict[str, list] = {}
+        self.on_gpu = False
 
     def open_session(self, session, spec, optimizer, seed):
         self.spec = spec
@@ -115,6 +137,12 @@ class Trainer:
 
     def adapter(self, session):
         return AdapterSpec(4, 8.0, ("all-linear",)), {"a": list(self.sessions[session])}
+
+    def shared_adapter(self, session):
+        return AdapterSpec(4, 8.0, ("all-linear",)), str(self.sessions[session]) if self.on_gpu else None
+
+    def adapter_and_digest(self, session):
+        return *self.adapter(session), f"folded {self.sessions[session]}"
 
     def state(self, session):
         return json.dumps(self.sessions[session]).encode()
@@ -210,6 +238,49 @@ def test_kv_is_released_only_around_training_when_configured(tmp_path: Path) -> 
     loop, engine, *_ = make(tmp_path, "trainer.placement=shared_kv_released", "rl.steps=2")
     asyncio.run(start_and_run(loop))
     assert engine.kv == ["release", "restore"] * 2
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_on_a_gpu_sampling_begins_before_the_version_is_durable(tmp_path: Path, staleness: int) -> None:
+    loop, engine, trainer, store, records = make(tmp_path, "rl.steps=4", f"rl.max_staleness={staleness}")
+    trainer.on_gpu = True
+    plain_publish, waited = store.publish, []
+
+    def publish(*args, **kwargs):
+        """Durable only once the step's successor is being sampled; steps 1 to 3 have one."""
+        number = len(store.metadata)
+        until = time.monotonic() + 5
+        while 1 <= number <= 3 and len(engine.batches) < number + 1 and time.monotonic() < until:
+            time.sleep(0.005)
+        waited.append(time.monotonic() < until)
+        return plain_publish(*args, **kwargs)
+
+    store.publish = publish
+    asyncio.run(start_and_run(loop))
+    assert [step for step, _ in records] == [1, 2, 3, 4]
+    sampled_from = [int(key.split("/")[1]) for key in engine.batches]
+    assert sampled_from == [max(0, i - staleness) for i in range(4)]
+    assert set(engine.loaded) == {loop.policy.version.digest}
+    assert engine.drafts == {}
+    assert engine.pins == {(loop.policy.version.digest, "policy-run")}
+    assert [digest for _, digest in engine.sealed] == list(store.by_digest)
+    assert waited == [True] * 5
+    rollout = trainer.groups[0].rollouts[0]
+    assert rollout.versions[0] in store.by_digest  # never a draft's id
+
+
+def test_a_draft_that_cannot_be_sealed_ends_the_run(tmp_path: Path) -> None:
+    loop, engine, trainer, *_ = make(tmp_path, "rl.steps=4")
+    trainer.on_gpu = engine.refuse_to_seal = True
+    with pytest.raises(AdapterRejected, match="other bytes"):
+        asyncio.run(start_and_run(loop))
+
+
+def test_drafts_that_a_killed_run_left_are_dropped(tmp_path: Path) -> None:
+    loop, engine, *_ = make(tmp_path, "rl.steps=1")
+    engine.drafts = {"policy-run/3/ab": "x", "policy-other/1/cd": "y"}
+    asyncio.run(start_and_run(loop))
+    assert list(engine.drafts) == ["policy-other/1/cd"]
 
 
 def test_tenants_keep_their_share_of_the_cache(tmp_path: Path) -> None:

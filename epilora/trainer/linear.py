@@ -27,7 +27,7 @@ from epilora.errors import UnsupportedKernel
 from epilora.kernels.cpu_reference import lora_delta, w8a16_linear, widen_e4m3
 from epilora.quant.formats import Format, ScaleAxis
 from epilora.quant.operand import Operand
-from epilora.quant.reference import dequantize
+from epilora.quant.reference import dequantize, quantize_per_token_ref
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,12 @@ class AdapterContext:
     """What the projections of one model share: the adapters they apply now, and what they measured.
 
     segments: the batch's rows by adapter, in order; rows of no segment, and modules an adapter leaves out, compute the
-    plain base. largest_dequantised_bytes: the biggest widened weight that existed at any moment.
+    plain base. round_activations: the base multiplies activations rounded to FP8 per token, as a W8A8 engine does (a control:
+    gradients pass through the rounding). largest_dequantised_bytes: the biggest widened weight that existed at any moment.
     """
 
     segments: tuple[Segment, ...] = ()
+    round_activations: bool = False
     largest_dequantised_bytes: int = 0
 
     def note_dequantised(self, num_bytes: int) -> None:
@@ -181,8 +183,23 @@ class LoraLinear(nn.Module):
             if pair is not None:
                 rows.append((segment.start, x_MK.shape[0] if segment.stop is None else segment.stop, pair.scaling))
                 tensors += [pair.a, pair.b]
-        y_MN = self.base.apply(x_MK, tuple(rows), tensors)
+        if self.base.context.round_activations and self.base.operand.scales is not None:
+            y_MN = self._rounded(x_MK, rows, tensors)
+        else:
+            y_MN = self.base.apply(x_MK, tuple(rows), tensors)
         return y_MN.reshape(*x.shape[:-1], self.out_features)
+
+    def _rounded(self, x_MK: torch.Tensor, rows: Sequence[Rows], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The base on rounded activations; the adapters, as in such an engine, on those that are not."""
+        with torch.no_grad():
+            codes, scale = quantize_per_token_ref(x_MK)
+            shift = (codes.float() * scale).to(x_MK.dtype) - x_MK
+        y_MN = self.base.apply(x_MK + shift, (), ())
+        served = all_as_served(x_MK, rows, tensors)
+        for (start, stop, _), a_RK, b_NR in zip(rows, served[::2], served[1::2], strict=True):
+            delta = F.linear(F.linear(x_MK[start:stop], a_RK), b_NR)
+            y_MN = torch.cat([y_MN[:start], y_MN[start:stop] + delta, y_MN[stop:]])
+        return y_MN
 
     def extra_repr(self) -> str:
         return f"{self.name}, [{self.out_features}, {self.in_features}] {self.base.operand.format.value}"

@@ -159,6 +159,25 @@ class Session:
         )
         return {"grad_norm": norm, "lr": rate}
 
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Take parameters from what `export` gave. Raises ValueError naming what does not fit; changes nothing then."""
+        wanted = {
+            f"base_model.model.{module}.lora_{side}.weight": leaf
+            for module, pair in self.pairs.items()
+            for side, leaf in (("A", pair.a), ("B", pair.b))
+        }
+        missing, surplus = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
+        if missing or surplus:
+            raise ValueError(f"session {self.name!r}: tensors missing {missing[:3]}, unknown {surplus[:3]}")
+        for name, leaf in wanted.items():
+            if tuple(tensors[name].shape) != tuple(leaf.shape):
+                raise ValueError(
+                    f"session {self.name!r}: {name} has shape {tuple(tensors[name].shape)}, the session's {tuple(leaf.shape)}"
+                )
+        for name, leaf in wanted.items():
+            leaf.copy_(torch.as_tensor(tensors[name]))
+
     def export(self) -> dict[str, np.ndarray]:
         """PEFT keys -> fp32 arrays (copies), scaling not folded."""
         return {name: leaf.cpu().numpy().copy() for name, leaf in self._leaves().items()}

@@ -50,6 +50,7 @@ class LoraTrainer:
         own: str = "",
         offloaded: bool = False,
         gives_memory_back: bool = False,
+        round_activations: bool = False,
     ) -> None:
         """dtype: of activations, "float32", "bfloat16" or "float16"; parameters and optimizer are fp32 always.
 
@@ -60,6 +61,7 @@ class LoraTrainer:
         `gemm_mode` ("panel" or "registers", see `epilora.kernels.training`). own: "" computes on the engine's copy, "fp8" on
         a copy of its codes, "16bit" on the checkpoint's weights; offloaded: that copy waits in host memory between calls.
         gives_memory_back: the GPU memory of a call is free for others when it returns (the engine's KV cache comes back).
+        round_activations: see `linear.AdapterContext`, a control for measurements.
         """
         if dtype not in DTYPES:
             raise ValueError(f"trainer dtype={dtype!r}; allowed: {sorted(DTYPES)}")
@@ -79,6 +81,7 @@ class LoraTrainer:
         on_gpu = self._device.type == "cuda"
         self._packed = on_gpu
         self._own, self._offloaded = own, offloaded
+        self._round_activations = round_activations
         self._gives_memory_back = gives_memory_back and on_gpu
         self._gemm_mode = gemm_mode if on_gpu and self._dtype != torch.float32 else None
         self._base: BaseWeights | None = None
@@ -119,6 +122,7 @@ class LoraTrainer:
             self._model = build_model(
                 base, self._dtype, checkpoint_activations=self._checkpoint_activations, gemm_mode=self._gemm_mode
             )
+        self._model.context.round_activations = self._round_activations
         self._base = base
 
     @contextlib.contextmanager
@@ -151,6 +155,18 @@ class LoraTrainer:
             raise ValueError(f"session {session!r} is open; close it or choose another name")
         shapes = self._attached[1].linear_shapes
         self._sessions[session] = Session(session, spec, optimizer, seed, shapes, self._device)
+
+    def open_adapter(self, session: str, spec: AdapterSpec, tensors: Mapping[str, Any]) -> None:
+        """A session that begins with an adapter: `tensors` as `adapter` gives them (PEFT keys, scaling not folded).
+
+        Raises ValueError, opening nothing, if a tensor is missing, is one too many, or has another shape.
+        """
+        self.open_session(session, spec, {}, 0)
+        try:
+            self._session(session).load(tensors)
+        except ValueError:
+            self.close_session(session)
+            raise
 
     def close_session(self, session: str) -> None:
         """Forget a session. One that is not open is ignored."""

@@ -10,7 +10,7 @@ from epilora.errors import UnsupportedKernel
 from epilora.kernels.cpu_reference import w8a16_lora_linear
 from epilora.quant.formats import Format, ScaleAxis
 from epilora.quant.operand import Operand
-from epilora.quant.reference import dequantize, quantize_weight_ref
+from epilora.quant.reference import dequantize, quantize_per_token_ref, quantize_weight_ref
 from epilora.trainer.linear import AdapterContext, BaseProjection, LoraLinear, LoraPair, Segment, slice_rows
 
 K, N, R, SCALING = 24, 20, 3, 1.7
@@ -100,3 +100,20 @@ def test_slices_of_a_packed_weight() -> None:
     assert torch.equal(dequantize(slice_rows(blocks, 4, 12)), dequantize(blocks)[4:12])
     with pytest.raises(UnsupportedKernel, match="6:12 cut a block of 4"):
         slice_rows(blocks, 6, 12)
+
+
+def test_rounded_activations_are_the_engines_and_leave_the_adapter_alone() -> None:
+    operand = _operand("channel")
+    layer, pair, x = _layer(operand, torch.float32)
+    layer.base.context.round_activations = True
+    codes, scale = quantize_per_token_ref(x.detach().reshape(-1, K))
+    rounded = (codes.float() * scale).reshape(x.shape)
+    want = F.linear(rounded, dequantize(operand)) + SCALING * F.linear(F.linear(x, pair.a), pair.b)
+    y = layer(x)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    y.sum().backward()
+    found = x.grad.clone()
+    x.grad = None
+    layer.base.context.round_activations = False
+    layer(x).sum().backward()
+    torch.testing.assert_close(found, x.grad)  # gradients pass through the rounding

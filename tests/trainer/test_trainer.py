@@ -480,3 +480,19 @@ def test_a_shared_adapter_is_the_memory_that_is_trained(monkeypatch):
     session.apply()
     for name, value in session.export().items():
         assert torch.equal(views[name], torch.from_numpy(value))
+
+
+def test_a_session_takes_up_an_adapter(trainer: LoraTrainer) -> None:
+    trainer.open_session("s", SPEC, ADAM, seed=1)
+    trainer.train_sft("s", sequences())
+    spec, tensors = trainer.adapter("s")
+    trainer.open_adapter("again", spec, tensors)
+    assert _weights(trainer, "again") == _weights(trainer, "s")
+    assert trainer.logprobs("again", sequences()) == trainer.logprobs("s", sequences())
+    name, value = next(iter(tensors.items()))
+    with pytest.raises(ValueError, match=r"missing .*, unknown \['other'\]"):
+        trainer.open_adapter("bad", spec, {("other" if key == name else key): v for key, v in tensors.items()})
+    with pytest.raises(ValueError, match=r"has shape \(1,"):
+        trainer.open_adapter("bad", spec, tensors | {name: value[:1]})
+    with pytest.raises(ValueError, match="no session 'bad'"):
+        trainer.state("bad")

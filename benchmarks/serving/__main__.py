@@ -59,6 +59,9 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=400, help="of a trace, at every rate")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start nothing new after this long")
+    parser.add_argument(
+        "--reserve", type=float, default=90.0, help="of these seconds, kept for measuring: drop engines not ready"
+    )
     parser.add_argument("--tiny", action="store_true", help="small limits, eager engines: a machine without a GPU")
     parser.add_argument("--gpu", type=int, default=0)
     args = parser.parse_args()
@@ -79,6 +82,7 @@ def main() -> None:
         rates=tuple(args.rates),
         requests=args.requests,
         deadline=time.monotonic() + args.seconds,
+        reserve_s=args.reserve,
         limits=TINY if args.tiny else FULL,
         gpu=args.gpu,
         waves=WAVES,

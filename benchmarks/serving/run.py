@@ -110,6 +110,7 @@ class Run:
     rates: tuple[float, ...]
     requests: int
     deadline: float
+    reserve_s: float
     limits: Limits
     gpu: int
     command: str
@@ -169,7 +170,8 @@ class Run:
         """Engines of several specifications, built side by side; every slot holds an adapter. Those that start, by group.
 
         Ours load first and one by one: they time their kernels then, and nothing else may use the GPU meanwhile. Without a
-        GPU engines are built one after another: there are few cores.
+        GPU engines are built one after another: there are few cores. Engines that are not ready `reserve_s` before the
+        deadline end with a row that says so, and the others are measured.
         """
         members: list[tuple[int, EngineSpec, EngineProcess]] = []
         for index, (spec, variants) in enumerate(groups):
@@ -181,7 +183,7 @@ class Run:
         ready: list[dict[str, EngineProcess]] = [{} for _ in groups]
         try:
             self._open()
-            until = time.monotonic() + min(self.limits.start_timeout_s, max(self.time_left(), 1.0))
+            until = time.monotonic() + min(self.limits.start_timeout_s, max(self.time_left() - self.reserve_s, 1.0))
             for _, spec, process in members if self.has_gpu() else ():
                 process.build(spec)
                 if spec.variant.startswith(OURS):

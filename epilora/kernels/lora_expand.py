@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -651,44 +652,52 @@ def lora_shrink_grouped(
             quantize_to[0].copy_(ref_codes)
             quantize_to[1].copy_(ref_scale.view_as(quantize_to[1]))
         return out
+    grid, arguments, constants = shrink_launch(x, lora_a, groups, out, config, quantize_to)
+    _lora_shrink_grouped_kernel[grid](*arguments, **constants)
+    return out
+
+
+def shrink_launch(
+    x: torch.Tensor,
+    lora_a: Sequence[Operand],
+    groups: TokenGroups,
+    out: torch.Tensor,
+    config: ShrinkConfig,
+    quantize_to: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[tuple[int], list[Any], dict[str, Any]]:
+    """(grid, arguments in order, compile-time constants) of the shrink's launch, nothing checked; arguments as
+    `lora_shrink_grouped`."""
+    M, K = x.shape
+    L, R, _ = lora_a[0].values.shape
+    S = len(lora_a)
     scaled = lora_a[0].scales is not None
     values = _padded([a.values for a in lora_a])
     scales = _padded([_scales(a) for a in lora_a]) if scaled else [groups.counts] * MAX_SLICES
     num_quant = M if quantize_to is not None else 0
-    grid = (num_quant + num_row_tiles(M, L, config.block_m) * S * triton.cdiv(R, config.block_r) * config.split_k,)
-    _lora_shrink_grouped_kernel[grid](
-        x,
-        *values,
-        *scales,
-        out,
-        groups.sorted_tokens,
-        groups.active_slots,
-        groups.counts,
-        groups.starts,
-        *(quantize_to or (x, groups.counts)),
-        M,
-        K,
-        R,
-        L + 1,
-        L,
-        num_quant,
-        x.stride(0),
-        R * K,
-        K,
-        NUM_SLICES=S,
-        A_SCALED=scaled,
-        BLOCK_M=config.block_m,
-        BLOCK_R=config.block_r,
-        BLOCK_K=config.block_k,
-        SPLIT_K=config.split_k,
-        EVEN=K % (config.block_k * config.split_k) == 0 and R % config.block_r == 0,
-        ENTRIES=triton.next_power_of_2(L + 1),
-        QUANT_BLOCK=min(2048, triton.next_power_of_2(K)) if quantize_to is not None else 0,
-        ROUND_FIRST=INTERPRETED,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    return out
+    arguments = [
+        x, *values, *scales, out, groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,
+        *(quantize_to or (x, groups.counts)), M, K, R, L + 1, L, num_quant, x.stride(0), R * K, K,
+    ]  # fmt: skip
+    constants = {
+        "NUM_SLICES": S,
+        "A_SCALED": scaled,
+        "BLOCK_M": config.block_m,
+        "BLOCK_R": config.block_r,
+        "BLOCK_K": config.block_k,
+        "SPLIT_K": config.split_k,
+        "EVEN": K % (config.block_k * config.split_k) == 0 and R % config.block_r == 0,
+        "ENTRIES": triton.next_power_of_2(L + 1),
+        "QUANT_BLOCK": min(2048, triton.next_power_of_2(K)) if quantize_to is not None else 0,
+        "ROUND_FIRST": INTERPRETED,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return (num_quant + shrink_programs(M, S, R, L, config),), arguments, constants
+
+
+def shrink_programs(M: int, S: int, R: int, L: int, config: ShrinkConfig) -> int:
+    """Programs of the shrink for M tokens, those that quantise not counted."""
+    return num_row_tiles(M, L, config.block_m) * S * triton.cdiv(R, config.block_r) * config.split_k
 
 
 def lora_expand_add(
@@ -746,43 +755,58 @@ def lora_expand_add(
         return y
     if picked is Implementation.REFERENCE:
         return y.copy_(lora_expand_add_ref(y, h, lora_b, groups, round_h=True))
-    pdl = use_pdl and picked is Implementation.TRITON
+    grid, arguments, constants = expand_launch(
+        y, h, lora_b, groups, config, use_pdl=use_pdl and picked is Implementation.TRITON
+    )
+    _lora_expand_add_kernel[grid](*arguments, **constants)
+    return y
+
+
+def expand_launch(
+    y: torch.Tensor,
+    h: torch.Tensor,
+    lora_b: Sequence[Operand],
+    groups: TokenGroups,
+    config: ExpandConfig,
+    *,
+    use_pdl: bool,
+) -> tuple[tuple[int], list[Any], dict[str, Any]]:
+    """(grid, arguments in order, compile-time constants) of the expand-add's launch, nothing checked; arguments as
+    `lora_expand_add`."""
+    M = y.shape[0]
+    L, _, R = lora_b[0].values.shape
+    S = len(lora_b)
+    widths = [b.values.shape[1] for b in lora_b]
     scaled = lora_b[0].scales is not None
     values = _padded([b.values for b in lora_b])
     scales = _padded([_scales(b) for b in lora_b]) if scaled else [groups.counts] * MAX_SLICES
-    span = config.block_n * config.tiles_n
     block_r = max(16, triton.next_power_of_2(R))
-    grid = (num_row_tiles(M, L, config.block_m) * sum(triton.cdiv(width, span) for width in widths),)
-    _lora_expand_add_kernel[grid](
-        y,
-        h,
-        *values,
-        *scales,
-        groups.sorted_tokens,
-        groups.active_slots,
-        groups.counts,
-        groups.starts,
-        M,
-        *(widths + [0] * (MAX_SLICES - S)),
-        R,
-        L + 1,
-        L,
-        y.stride(0),
-        NUM_SLICES=S,
-        B_SCALED=scaled,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_R=block_r,
-        TILES_N=config.tiles_n,
-        SPLIT_K=split_k,
-        EVEN=block_r == R and all(width % span == 0 for width in widths),
-        ENTRIES=triton.next_power_of_2(L + 1),
-        USE_PDL=pdl,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-    return y
+    arguments = [
+        y, h, *values, *scales, groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,
+        M, *(widths + [0] * (MAX_SLICES - S)), R, L + 1, L, y.stride(0),
+    ]  # fmt: skip
+    constants = {
+        "NUM_SLICES": S,
+        "B_SCALED": scaled,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_R": block_r,
+        "TILES_N": config.tiles_n,
+        "SPLIT_K": h.shape[0],
+        "EVEN": block_r == R and all(width % (config.block_n * config.tiles_n) == 0 for width in widths),
+        "ENTRIES": triton.next_power_of_2(L + 1),
+        "USE_PDL": use_pdl,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **({"launch_pdl": True} if use_pdl else {}),
+    }
+    return (expand_programs(M, widths, L, config),), arguments, constants
+
+
+def expand_programs(M: int, widths: Sequence[int], L: int, config: ExpandConfig) -> int:
+    """Programs of the expand-add for M tokens."""
+    span = config.block_n * config.tiles_n
+    return num_row_tiles(M, L, config.block_m) * sum(triton.cdiv(width, span) for width in widths)
 
 
 def lora_beside_gemm(

@@ -50,7 +50,9 @@ def call_of(layer: Any) -> Call:
     base_layer = layer.base_layer
     x = torch.empty(0, base_layer.weight.shape[0], dtype=layer.lora_config.lora_dtype, device=base_layer.weight.device)
     codes = x_scale = None
-    if layer._epilora_settings.quantise == "graph" and not isinstance(base_layer.quant_method, MatchedLinearMethod):
+    settings = layer._epilora_settings
+    in_graph = settings.quantise == "graph" and not settings.batch_invariant
+    if in_graph and not isinstance(base_layer.quant_method, MatchedLinearMethod):
         codes, x_scale = x.to(torch.float8_e4m3fn), x.new_empty(0, 1, dtype=torch.float32)
     bias = None if getattr(base_layer, "skip_bias_add", False) else base_layer.bias
     if bias is not None and getattr(base_layer, "input_is_parallel", False) and layer.tp_rank > 0:
@@ -162,7 +164,8 @@ def prepare_model(model: torch.nn.Module, vllm_config: Any, share: Any = lambda 
     began = time.monotonic()
     if problems:
         report["compiled_s"] = compile_ahead(problems, [*graphs, *eager])
-        timed = settings.timed and settings.path in ("auto", "op") and not problems[0].mode.matched
+        timed = settings.timed and settings.path in ("auto", "op") and not settings.batch_invariant
+        timed = timed and not problems[0].mode.matched
         timed = timed and problems[0].calls[0].x.is_cuda
         report |= path_table.prepare(problems, graphs, eager, timed=timed, share=share)
         report["choices"] = {

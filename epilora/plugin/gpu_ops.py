@@ -13,7 +13,8 @@ Paths of `lora_linear`:
     hybrid           shrink, vendor GEMM, expand-add, one after another
     hybrid_streams   the shrink on a second stream, beside the GEMM
     vendor           the vendor GEMM, then vLLM's own LoRA kernels (not on a CPU)
-With W8A16 there is one: shrink, then one GEMM that adds the up-projection.
+With W8A16 there is one: shrink, then one GEMM that adds the up-projection. With batch_invariant=1 there is one too, which runs for
+batches without adapters as well (`kernels.batch_invariant`).
 
 What vLLM leaves in its buffers is not trusted: a graph replayed with fewer tokens or without any adapter finds old slots in
 `token_slots`; the kernels read it together with the active slots and skip what is out of range.
@@ -32,13 +33,14 @@ from typing import Any
 import torch
 
 from epilora.errors import UnsupportedKernel
+from epilora.kernels import batch_invariant, w8a16
 from epilora.kernels import lora_expand as beside
-from epilora.kernels import w8a16
 from epilora.kernels.lora_decode import MAX_TOKENS, DecodeWorkspace, config_for, lora_decode
 from epilora.kernels.lora_expand import TokenGroups
 from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
 from epilora.quant.operand import Operand
 
+from . import direct
 from .counters import CALLS
 
 # Kernel classes of vLLM whose GEMM can be called on codes that are quantised already; the index is part of the traced graph.
@@ -53,6 +55,7 @@ class Path(StrEnum):
     HYBRID_STREAMS = "hybrid_streams"
     VENDOR = "vendor"
     MATCHED = "matched"
+    INVARIANT = "invariant"
 
 
 PATHS = tuple(Path)
@@ -290,11 +293,18 @@ def _tiles(call: Call) -> tuple[beside.ShrinkConfig, beside.ExpandConfig]:
 
 
 def _hybrid(call: Call, mode: Mode, *, streams: bool) -> torch.Tensor:
-    a, b = call.adapters()
     shrink, expand = _tiles(call)
     side = scratch(call.x.device).side_stream(call.x.device) if streams else None
+
+    def gemm() -> torch.Tensor:
+        return vendor_gemm(mode.vendor, call)
+
+    plan = direct.plan_for(call, bucket(call.x.shape[0]), shrink, expand, streams=streams)
+    if plan is not None:
+        return plan.run(call.x, gemm, side)
+    a, b = call.adapters()
     return beside.lora_beside_gemm(
-        lambda: vendor_gemm(mode.vendor, call), call.x, a, b, call.batch.groups, side_stream=side, shrink=shrink, expand=expand,
+        gemm, call.x, a, b, call.batch.groups, side_stream=side, shrink=shrink, expand=expand,
         implementation=_implementation(call.x),
     )  # fmt: skip
 
@@ -330,17 +340,34 @@ def _matched(call: Call, mode: Mode) -> torch.Tensor:
     return w8a16.w8a16_gemm(call.x, call.base(), bias=call.bias, lora=term, implementation=how)
 
 
+def _invariant(call: Call, mode: Mode) -> torch.Tensor:
+    a, b = call.adapters()
+    how = _implementation(call.x)
+    if mode.matched:
+        return batch_invariant.w8a16_linear(
+            call.x, call.base(), a, b, call.token_slots, call.batch.groups, bias=call.bias, implementation=how
+        )
+    where = call.x.device
+    return batch_invariant.lora_linear(
+        call.x, call.base(), a, b, call.token_slots, workspace=scratch(where).workspace(where), bias=call.bias,
+        active_lora_ids=call.batch.active_slots, implementation=how,
+    )  # fmt: skip
+
+
 _RUN: dict[Path, Callable[[Call, Mode], torch.Tensor]] = {
     Path.DECODE: _decode,
     Path.HYBRID: functools.partial(_hybrid, streams=False),
     Path.HYBRID_STREAMS: functools.partial(_hybrid, streams=True),
     Path.VENDOR: _vendor,
     Path.MATCHED: _matched,
+    Path.INVARIANT: _invariant,
 }
 
 
 def candidates(call: Call, mode: Mode) -> list[Path]:
     """The paths that could run these arguments, the default for their number of tokens first."""
+    if mode.batch_invariant:
+        return [Path.INVARIANT]
     if mode.matched:
         return [Path.MATCHED]
     M, on_gpu = call.x.shape[0], call.x.device.type == "cuda"
@@ -358,7 +385,9 @@ def execute(path: Path, call: Call, mode: Mode) -> torch.Tensor:
 
 
 def base_linear(call: Call, mode: Mode) -> torch.Tensor:
-    """The projection without adapters: vLLM's arithmetic, or W8A16."""
+    """The projection without adapters: vLLM's arithmetic, or W8A16. Batch-invariant: the same kernels as with adapters."""
+    if mode.batch_invariant:
+        return _invariant(call, mode)
     if mode.matched:
         return w8a16.w8a16_gemm(call.x, call.base(), bias=call.bias, implementation=_implementation(call.x))
     return vendor_gemm(mode.vendor, call)
@@ -367,8 +396,8 @@ def base_linear(call: Call, mode: Mode) -> torch.Tensor:
 def path_of(call: Call, mode: Mode) -> Path:
     """The path for these arguments: the forced one, else the timed one, else the default. One that takes fewer tokens than
     there are gives way to the default."""
-    if mode.matched:
-        return Path.MATCHED
+    if mode.matched or mode.batch_invariant:
+        return candidates(call, mode)[0]
     from .path_table import lookup
 
     M = call.x.shape[0]

@@ -188,6 +188,11 @@ class EpiloraLinear:
         )
         self._epilora_kind, self._epilora_reason = chosen.kind, chosen.reason
         self._epilora_mode = chosen.mode.pack()
+        if self._epilora_settings.batch_invariant and chosen.kind is not Kind.FUSED:
+            raise UnsupportedKernel(
+                f"EPILORA_BATCH_INVARIANT=1: {getattr(layer.base_layer, 'prefix', '') or type(layer).__name__} cannot run it:"
+                f" {chosen.reason}; unset it, or use an FP8 base (quantization='fp8_per_channel')"
+            )
         if chosen.kind is not Kind.STOCK and self._epilora_settings.adapters == "fp8":
             slots = Fp8Slots(layer.lora_a_stacked, layer.lora_b_stacked, layer.lora_a_stacked[0].device)
             layer.lora_a_stacked, layer.lora_b_stacked = slots.host_a, slots.host_b
@@ -256,7 +261,8 @@ class EpiloraLinear:
         """x in FP8 as vLLM quantises it for this layer, in sight of its compiler; (None, None) where the operator does it."""
         layer: Any = self
         method = layer.base_layer.quant_method
-        if isinstance(method, MatchedLinearMethod) or self._epilora_settings.quantise == "op":
+        settings = self._epilora_settings
+        if isinstance(method, MatchedLinearMethod) or settings.quantise == "op" or settings.batch_invariant:
             return None, None
         from .gpu_lora import fp8_kernel
 

@@ -18,6 +18,8 @@ KEY = (1, 2)
 def fresh_table(monkeypatch, tmp_path):
     monkeypatch.setattr(path_table, "_table", PathTable())
     monkeypatch.setenv("EPILORA_CACHE", str(tmp_path))
+    digest = path_table._sources_digest()
+    monkeypatch.setattr(path_table, "_sources_digest", lambda: digest)  # a checkout may change while this runs
 
 
 def problem():

@@ -7,7 +7,8 @@ rows come from batches of their own.
 import pytest
 import torch
 
-from epilora.plugin.requests import GenerateRequest, Sampling
+from epilora.plugin.counters import CALLS
+from epilora.types import GenerateRequest, Sampling
 
 from .conftest import run
 from .test_base import Reference
@@ -196,6 +197,19 @@ def test_slots_in_fp8(new_engine, environment, op_engine):
     assert torch.equal(ours[1][1], plain[1][1])  # a base row
     mean, _ = agreement(ours, plain)
     assert 1e-4 < mean < 0.1
+
+
+def test_batch_invariant_layers_are_all_or_an_error(new_engine, environment):
+    from epilora.errors import UnsupportedKernel
+
+    engine = engine_with(new_engine, environment, "op", variables={"EPILORA_BATCH_INVARIANT": "1"})
+    before = dict(CALLS)
+    answers(engine, [0, None], tag="invariant", tokens=4)
+    assert CALLS["lora_invariant"] > before.get("lora_invariant", 0)
+    with pytest.raises(UnsupportedKernel, match=r"EPILORA_BATCH_INVARIANT=1.*not float8_e4m3fn.*fp8_per_channel"):
+        engine_with(new_engine, environment, "op", quantization=None)
+    environment.delenv("EPILORA_BATCH_INVARIANT")
+    environment.delenv("EPILORA_PATH", raising=False)
 
 
 def test_a_layer_left_to_vllm_is_an_error_where_that_is_asked(new_engine, environment):

@@ -122,6 +122,21 @@ def test_formats_biases_and_dtypes(matched, dtype, bias, axis):
     assert error(y, want) < (4e-3 if dtype is torch.bfloat16 else 5e-4)
 
 
+@pytest.mark.parametrize("matched", [False, True])
+def test_a_rows_bits_do_not_depend_on_its_batch_in_the_invariant_mode(matched):
+    slots = MAPPINGS["many"]
+    given = list(arguments(slots, codes=False))
+    mode = Mode(TORCH_GEMM, int(matched), batch_invariant=1).pack()
+    whole = torch.ops.epilora.lora_linear(*given, mode)
+    assert error(whole, exact(call_of(given), slots, matched=matched)[0]) < 4e-3
+    x = given[0]
+    for rows in ([3], [3, 8, 9], [*range(40)]):
+        given[0], given[-1] = x[rows], gpu_ops.register_batch(meta_of([slots[i] for i in rows]))
+        part = torch.ops.epilora.lora_linear(*given, mode)
+        # The reference's own GEMM is not invariant: equal to a rounding here, to the bit on a GPU.
+        assert error(part, whole[rows].double()) < 2e-3
+
+
 def test_padded_rows_never_read_stale_slots():
     slots = MAPPINGS["mixed"]
     given = arguments(slots, padding=9)

@@ -91,7 +91,8 @@ class VllmEngine:
         tenant_seats: how many of max_num_seqs rollouts leave free, so that a tenant never waits for a rollout to end.
         kv_cache_bytes: of the cache, on each GPU. block_size: tokens a cache block, None: vLLM's choice. shm_dir: for
         `export_weights` on the CPU. load_format: vLLM's; "dummy" makes random weights from config.json alone.
-        On a GPU: tensor_parallel: GPUs that share the model. graph_sizes: batch sizes CUDA graphs are captured for (vLLM
+        tensor_parallel: ranks that share the model, each on a GPU of its own, or in a process of its own on the CPU. On a
+        GPU: graph_sizes: batch sizes CUDA graphs are captured for (vLLM
         chooses many if None; none at all if empty). compilation: more of vLLM's CompilationConfig.
 
         Raises RuntimeError if the plugin is not active, UnsupportedKernel if the activations cannot be had, and what
@@ -125,6 +126,7 @@ class VllmEngine:
             "enable_prefix_caching": enable_prefix_caching,
             "block_size": block_size,
             "load_format": load_format,
+            "tensor_parallel_size": tensor_parallel,
             "enforce_eager": True,
             "async_scheduling": False,  # a step sees what the step before it produced: the same batches every time
             "disable_log_stats": True,
@@ -138,11 +140,10 @@ class VllmEngine:
         gpu_arguments = {
             "enforce_eager": graph_sizes is not None and not graph_sizes,
             "compilation_config": graphs or None,
-            "tensor_parallel_size": tensor_parallel,
             "disable_custom_all_reduce": tensor_parallel > 1,  # it shares pool memory, which cannot be exported
             "gpu_memory_utilization": _LEAST_UTILIZATION,
         }
-        self._residents = Residents(max_loras, self._rpc)
+        self._residents = Residents(max_loras, self._on_every_rank)
         self._steps = StepThread(
             name,
             build=lambda: build_engine(name, arguments, gpu_arguments),
@@ -429,7 +430,8 @@ class VllmEngine:
             )
 
     def stats(self) -> EngineStats:
-        """Counters as of the last step; never waits."""
+        """Counters as of the last step; never waits. Raises EngineDead: whoever watches engines must not count a dead one."""
+        self._steps.check()
         shot = self._steps.snapshot
         return EngineStats(
             steps=shot.get("steps", 0),

@@ -609,6 +609,8 @@ def test_a_failing_step_fails_everything_and_hangs_nothing(new_engine):
             await engine.generate([request("late")])
         with pytest.raises(EngineDead, match="worker lost"):
             await engine.export_weights()
+        with pytest.raises(EngineDead, match="worker lost"):
+            engine.stats()
 
     async def anext_until_end(stream):
         async for _ in stream:

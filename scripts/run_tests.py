@@ -1,6 +1,6 @@
 """Run the tests in parts side by side and say what each part took; `make test` and `make test-full` are this.
 
-    python scripts/run_tests.py [--slow] [--record FILE] [pytest arguments]
+    python scripts/run_tests.py [--slow] [--part NAME] [--record FILE] [pytest arguments]
 
 Three processes, because Triton's interpreter is switched on for a whole process and because jobs wait a lot for engines to
 start. `--record` writes counts and seconds to FILE, by part and by folder of tests, with the command, the commit and the
@@ -100,6 +100,7 @@ LOAD = os.getloadavg()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slow", action="store_true", help="also the tests marked slow")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be given again")
     parser.add_argument("--record", type=Path, help="results file to write")
     args, extra = parser.parse_known_args()
     marks = "not gpu" if args.slow else "not slow and not gpu"
@@ -111,7 +112,7 @@ def main() -> None:
         results[name] = run_part(name, PARTS[name], marks, extra, reports)
 
     start = time.monotonic()
-    threads = [threading.Thread(target=one, args=(name,)) for name in PARTS]
+    threads = [threading.Thread(target=one, args=(name,)) for name in args.part or PARTS]
     for thread in threads:
         thread.start()
     for thread in threads:

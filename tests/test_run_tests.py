@@ -68,3 +68,8 @@ def test_one_failing_part_fails_the_whole(
         run_tests.main()
     assert int(caught.value.code) == code
     assert sorted(asked) == sorted((name, "not slow and not gpu", ["-k", "word"]) for name in run_tests.PARTS)
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", "--slow", "--part", "kernels"])
+    with pytest.raises(SystemExit) as caught:
+        run_tests.main()
+    assert int(caught.value.code) == 0
+    assert asked[3:] == [("kernels", "not gpu", [])]

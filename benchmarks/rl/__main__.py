@@ -1,8 +1,8 @@
 """Run parts of the RL benchmark and add their rows to the results file.
 
-    python -m benchmarks.rl PART ... [--out FILE] [--small] [--profile]
+    python -m benchmarks.rl PART ... [--out FILE] [--small] [--profile] [--model FOLDER] [--arms NAME ...] [--seeds N]
 
-PART: gradients, train_speed, memory, one_copy (a GPU and vLLM). --small runs shapes that a machine without a GPU can do.
+PART: gradients, train_speed, memory, learning (vLLM), one_copy (a GPU and vLLM). --small runs shapes that a machine without a GPU can do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from benchmarks.harness import Results, command_line
 
-from . import gradients, memory, one_copy, train_speed
+from . import gradients, learning, memory, one_copy, train_speed
 from .summary import summarise
 
 DEFAULT_OUT = Path(__file__).parents[1] / "results" / "rl_h200.json"
-PARTS = ("gradients", "train_speed", "memory", "one_copy")
+PARTS = ("gradients", "train_speed", "memory", "learning", "one_copy")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,6 +28,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--profile", action="store_true", help="train_speed: also list the step's kernels")
+    parser.add_argument("--model", default=".cache/smollm2-135m-instruct", help="learning: a model folder")
+    parser.add_argument("--arms", nargs="+", choices=list(learning.ARMS), default=list(learning.ARMS))
+    parser.add_argument("--seeds", type=int, default=5)
     given = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(given)
     results = Results(args.out, summarise, command_line("python -m benchmarks.rl", given))
@@ -35,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         "gradients": lambda: gradients.run(results, small=args.small),
         "train_speed": lambda: train_speed.run(results, small=args.small, profile=args.profile),
         "memory": lambda: memory.run(results, small=args.small),
+        "learning": lambda: learning.run(results, small=args.small, model=args.model, arms=args.arms, seeds=args.seeds),
         "one_copy": lambda: one_copy.run(results, quick=args.small),
     }
     failed = []

@@ -42,6 +42,20 @@ def test_small_programs_write_the_rows_the_summary_reads(rows: list[dict]) -> No
     assert summarise(rows)["peak_27b_gib"] is None  # the trainer alone is not the system
 
 
+@pytest.mark.vllm
+def test_arms_learn_as_parallel_jobs_on_one_engine(tmp_path: Path) -> None:
+    out = tmp_path / "rl.json"
+    program.main(["learning", "--small", "--out", str(out), "--arms", "flashrl", "w8a8_tis", "matched"])
+    found = json.loads(out.read_text())
+    rows = {row["provider"]: row for row in found["rows"] if row["provider"] != "base"}
+    assert list(rows) == ["flashrl", "w8a8_tis", "matched"]
+    assert all(len(row["kl"]) == len(row["step_s"]) == 2 and row["base_unchanged"] for row in rows.values())
+    assert [row["jobs"] for row in rows.values()] == [2, 2, 1]
+    assert rows["matched"]["kl"][0] < 1e-9 < rows["w8a8_tis"]["kl"][0]
+    assert found["summary"]["acc_flashrl"] == rows["flashrl"]["samples_accuracy"][0]
+    assert found["summary"]["fp8_trainer_kl_over_flashrl"] > 0
+
+
 def learning(arm: str, accuracy: float, kl: float, step_s: float, seed: int, run: str = "r1") -> dict:
     row = {"case": f"learning/chain_sum/{arm}", "provider": arm, "M": seed, "unit": "accuracy", "run_id": run}
     return row | {"samples_accuracy": [accuracy], "kl": [kl, kl], "step_s": [step_s]}

@@ -38,6 +38,16 @@ logger = logging.getLogger(__name__)
 class WorkerExtension(AdapterExtension):
     """Mixed into vLLM's worker; `self` is the worker."""
 
+    def epilora_call(self, method: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+        """(True, a method's result) or (False, what it raised).
+
+        A worker process that raised would lose the exception's class and leave the other ranks' answers in the queue.
+        """
+        try:
+            return True, getattr(self, method)(*args)
+        except Exception as err:  # handed to the caller, which raises it
+            return False, err
+
     # ---- the base -------------------------------------------------------------------------------------------------
 
     def _epilora_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, SharedTensor, bool]]:
@@ -52,7 +62,9 @@ class WorkerExtension(AdapterExtension):
             data = parameter.data
             owner = modules[name.rpartition(".")[0]]
             transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) >= data.shape[0] > 1
-            rows = getattr(owner, "org_vocab_size", None) if name.endswith(".weight") else None
+            rows = None
+            if name.endswith(".weight") and hasattr(owner, "org_vocab_size"):
+                rows = owner.shard_indices.num_org_elements
             yield (
                 plain_name(name),
                 parameter,
@@ -159,13 +171,16 @@ class WorkerExtension(AdapterExtension):
 
     def epilora_stats(self) -> dict[str, Any]:
         """steps, mixed_steps, tenant_rows, rollout_rows (rows: sequences times steps) and paths (calls per dispatch
-        path).
+        path, and layers_KIND: how many LoRA layers are of which kind).
 
         A request's kind is what its id begins with: `tenant-` or `rollout-`.
         """
-        from .layers import CALLS
+        from .layers import CALLS, kind_counts
 
-        return {**self.__dict__.get("_epilora_counts", {}), "paths": dict(CALLS)}
+        kinds = self.__dict__.get("_epilora_kinds")
+        if kinds is None:
+            kinds = self.__dict__["_epilora_kinds"] = kind_counts(self._epilora_model())
+        return {**self.__dict__.get("_epilora_counts", {}), "paths": {**CALLS, **kinds}}
 
     def epilora_release_kv(self, kept_blocks: int, num_blocks: int) -> int:
         """GPU: give back the KV cache's memory but that of the first `kept_blocks` of `num_blocks`; bytes that went.

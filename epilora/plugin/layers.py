@@ -367,3 +367,8 @@ def swapped_class(stock: type) -> type:
     if not issubclass(stock, BaseLinearLayerWithLoRA) or issubclass(stock, EpiloraLinear):
         return stock
     return type(f"Epilora{stock.__name__}", (EpiloraLinear, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+
+
+def kind_counts(model: torch.nn.Module) -> dict[str, int]:
+    """LoRA layers by kind, for metrics: {"layers_lora_fused": 144, ...}; what is left to vLLM shows as layers_lora_stock."""
+    return dict(collections.Counter(f"layers_{kind}" for kind, _ in layer_kinds(model).values()))

@@ -29,6 +29,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from triton.errors import TritonError
+
+from epilora.errors import UnsupportedKernel
 
 from . import gpu_ops
 from .gpu_ops import Call, Mode, Path
@@ -39,6 +42,9 @@ CHAIN = 8  # layers of one shape in a timed chain
 REPLAYS = 7
 EAGER_SECONDS = 0.02  # of one eager measurement
 BUDGET_SECONDS = 25.0  # for all shapes; what is left then keeps the default path
+
+# What a path raises whose kernels do not compile or fit for a shape; anything else is a fault and ends the start.
+CANNOT_RUN = (UnsupportedKernel, ValueError, TritonError)
 
 Key = tuple[int, ...]
 
@@ -231,8 +237,17 @@ def _time_one(table: PathTable, problem: Problem, M: int, measure: Measure) -> N
     if len(open_paths) > 1:
         for adapters in sorted({1, min(M, L)}):
             problem.set_mapping(_spread(M, adapters, calls[0].x.device))
-            for path in open_paths:
-                times[path.value].append(measure(calls, path, problem.mode))
+            for path in list(open_paths):
+                try:
+                    times[path.value].append(measure(calls, path, problem.mode))
+                except CANNOT_RUN as err:
+                    logger.warning(
+                        "timed dispatch: %s cannot run %s with %d tokens: %s", path.value, problem.key, M, err
+                    )
+                    open_paths.remove(path)
+                    del times[path.value]
+        if not open_paths:
+            raise UnsupportedKernel(f"no path runs {problem.key} with {M} tokens; see the log, or set path=stock")
     best = min(open_paths, key=lambda path: math.prod(times[path.value]))
     table.choices.setdefault(problem.key, []).append((M, best))
     table.times_us.setdefault(problem.key, {})[M] = times

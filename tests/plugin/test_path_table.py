@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from epilora.errors import UnsupportedKernel
 from epilora.plugin import gpu_ops, path_table
 from epilora.plugin.gpu_ops import Mode, Path
 from epilora.plugin.path_table import PathTable, Problem, prepare, time_paths, token_counts
@@ -71,6 +72,26 @@ def test_one_adapter_and_many_count_alike():
     ours = problem()
     table = time_paths([ours], [64], [], on_graph=lambda *_: next(us))
     assert table.choices[ours.key] == [(64, Path.HYBRID_STREAMS)]  # 100 against 120
+
+
+def test_a_path_that_cannot_run_is_left_out(caplog):
+    ours = problem()
+
+    def measure(calls, path, mode):
+        if path is Path.HYBRID_STREAMS:
+            raise UnsupportedKernel("no streams today")
+        return 9.0
+
+    table = time_paths([ours], [64], [], on_graph=measure)
+    assert table.choices[ours.key] == [(64, Path.HYBRID)]
+    assert "hybrid_streams cannot run" in caplog.text
+    assert "no streams today" in caplog.text
+
+    def nothing_runs(calls, path, mode):
+        raise ValueError("too large")
+
+    with pytest.raises(UnsupportedKernel, match=r"no path runs .*64 tokens.*path=stock"):
+        time_paths([ours], [64], [], on_graph=nothing_runs)
 
 
 def test_a_spent_budget_leaves_the_default(caplog):

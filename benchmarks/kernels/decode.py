@@ -17,6 +17,7 @@ from benchmarks.kernels.summary import adapter_case
 from benchmarks.shapes import LAYER, layer_adapter_bytes, layer_weight_bytes
 from epilora.kernels import dispatch
 from epilora.kernels import lora_decode as ld
+from epilora.kernels.decode_config import invariant_config
 from epilora.quant.operand import Operand
 
 RANK = 64
@@ -91,7 +92,7 @@ def run(
         layers = [[with_tokens(_with_slots(d, num_slots), M) for d in one] for one in base]
         configs = configs_from(table, M, adapters)
         plain = configs_from(table, M, 0)
-        invariant = [ld.invariant_config(p.N, p.K) for p in LAYER]
+        invariant = [invariant_config(p.N, p.K) for p in LAYER]
         tune.precompile(configs, M, RANK)
         tune.precompile(invariant, M, RANK)
         tune.precompile(plain, M, 0)

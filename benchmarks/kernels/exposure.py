@@ -30,7 +30,8 @@ from benchmarks.harness import Results, capture, command_line, time_graphs, warm
 from benchmarks.kernels import tune
 from benchmarks.kernels.layers import ProjectionData, decode_workspace, projection_data, token_slots
 from benchmarks.shapes import MODELS, RANKS, Projection, sharded
-from epilora.kernels import lora_decode as ld
+from epilora.kernels import decode_config as dc
+from epilora.kernels.decode_launch import DecodeWorkspace, launch_part
 
 COPIES = 8
 SLOTS = 8
@@ -44,7 +45,7 @@ def case_name(model: str, tp: int, projection: str, rank: int) -> str:
     return f"exposure/{model}/tp{tp}/{projection}/r{rank}"
 
 
-def rounds_of(config: ld.DecodeConfig, N: int, num_sms: int) -> int:
+def rounds_of(config: dc.DecodeConfig, N: int, num_sms: int) -> int:
     """Tiles one after another in a block of the GEMM."""
     tiles = -(-N // (config.row_tiles * 16))
     return -(-tiles // (num_sms * config.blocks_per_sm))
@@ -90,17 +91,17 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def providers(
-    config: ld.DecodeConfig,
-    plain: ld.DecodeConfig,
-    two: ld.DecodeConfig,
+    config: dc.DecodeConfig,
+    plain: dc.DecodeConfig,
+    two: dc.DecodeConfig,
     slots: torch.Tensor,
-    workspace: ld.DecodeWorkspace,
+    workspace: DecodeWorkspace,
 ) -> dict[str, Callable[[ProjectionData], object]]:
     """What is timed, by name."""
     nothing = torch.zeros(1, device=slots.device)
 
     def part(name: str, d: ProjectionData) -> None:
-        ld.launch_part(name, d.x, d.weight, d.lora_a, d.lora_b, slots, workspace=workspace, out=d.y, config=two)
+        launch_part(name, d.x, d.weight, d.lora_a, d.lora_b, slots, workspace=workspace, out=d.y, config=two)
 
     def after(first: Callable[[ProjectionData], object]) -> Callable[[ProjectionData], None]:
         def both(d: ProjectionData) -> None:
@@ -130,12 +131,12 @@ def run_projection_cases(
     slots = token_slots(M, 1, SLOTS)
     workspace = decode_workspace(rank, layer)
     for shape in layer:
-        config = ld.config_for(M, shape.N, shape.K, rank, SLOTS, device_name=gpu)
-        plain = dataclasses.replace(ld.config_for(M, shape.N, shape.K, 0, SLOTS, device_name=gpu), fused=0)
+        config = dc.config_for(M, shape.N, shape.K, rank, SLOTS, device_name=gpu)
+        plain = dataclasses.replace(dc.config_for(M, shape.N, shape.K, 0, SLOTS, device_name=gpu), fused=0)
         # The two launches that the model is about, where `decode` is one.
-        two = ld.config_for(max(M, 2), shape.N, shape.K, rank, SLOTS, device_name=gpu)
+        two = dc.config_for(max(M, 2), shape.N, shape.K, rank, SLOTS, device_name=gpu)
         case = case_name(model, tp, shape.name, rank)
-        if not all(ld.is_legal(c, M, shape.K, shape.slices, r) for c, r in ((config, rank), (plain, 0), (two, rank))):
+        if not all(dc.is_legal(c, M, shape.K, shape.slices, r) for c, r in ((config, rank), (plain, 0), (two, rank))):
             results.add_failure(
                 case, "decode", M, f"no legal configuration of the CUDA path for K={shape.K}, {shape.slices}"
             )

@@ -24,7 +24,8 @@ import torch
 from benchmarks.harness import capture, rms_error, time_graphs, warm_up
 from benchmarks.kernels.layers import ProjectionData, decode_workspace, layer_chain, token_slots, with_tokens
 from benchmarks.shapes import MODELS, Projection, sharded
-from epilora.kernels import lora_decode as ld
+from epilora.kernels import decode_config as dc
+from epilora.kernels import decode_launch, lora_decode
 
 MAX_ERROR = 6e-3  # RMS; rounding h and y to bf16 gives 2e-3 to 3e-3
 KEPT = 4  # candidates of a projection that are tried inside the layer
@@ -34,7 +35,7 @@ WGMMA_TILES = ((2, 1, 1024), (2, 2, 1024), (3, 1, 512), (4, 1, 512), (4, 2, 512)
 FUSED_TILES = ((2, 4, 512), (2, 2, 512), (3, 2, 512), (4, 2, 512), (6, 2, 512))
 
 
-def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.DecodeConfig]:
+def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[dc.DecodeConfig]:
     """Legal tile shapes worth timing: those that leave at most 30 % of the multiprocessors idle."""
     found = []
     for kind, tiles in (("mma", TILES), ("wgmma", WGMMA_TILES), ("fused", FUSED_TILES)):
@@ -44,7 +45,7 @@ def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.D
             blocks = -(-shape.N // (row_tiles * 16))
             if blocks / (-(-blocks // 132) * 132) < 0.7:
                 continue
-            c = ld.DecodeConfig(
+            c = dc.DecodeConfig(
                 row_tiles=row_tiles,
                 k_warps=k_warps,
                 stage_k=stage_k,
@@ -56,12 +57,12 @@ def candidates(shape: Projection, M: int, rank: int, adapters: int) -> list[ld.D
                 shrink_groups=adapters,
                 lora_warps=8 if adapters > 4 else 4,
             )
-            if ld.is_legal(c, M, shape.K, shape.slices, rank):
+            if dc.is_legal(c, M, shape.K, shape.slices, rank):
                 found.append(c)
     return found
 
 
-def variations(c: ld.DecodeConfig, K: int, rank: int) -> list[list[ld.DecodeConfig]]:
+def variations(c: dc.DecodeConfig, K: int, rank: int) -> list[list[dc.DecodeConfig]]:
     """Choices to make one after another inside the layer, each a list of alternatives to `c`."""
     pairs = [(s, w) for s, w in itertools.product((1, 2, 4, 8, 16), (4, 8)) if 128 <= K / (s * w) <= 1024]
     if c.fused:
@@ -74,29 +75,33 @@ def variations(c: ld.DecodeConfig, K: int, rank: int) -> list[list[ld.DecodeConf
     ]
 
 
-def precompile(configs: Iterable[ld.DecodeConfig], M: int, rank: int) -> None:
+def precompile(configs: Iterable[dc.DecodeConfig], M: int, rank: int) -> None:
     """Compile every kernel the configurations need, in parallel."""
     jobs = set()
     for c in configs:
-        warps = c.shrink_warps if rank else ld.QUANTISE_WARPS
+        warps = c.shrink_warps if rank else dc.QUANTISE_WARPS
         if not c.fused:
-            jobs.add(("prologue", tuple(ld.prologue_macros(False, warps, M).items()), warps * 32))
-        jobs.add(("gemm", tuple(ld.gemm_macros(False, c, M, rank).items()), ld.gemm_threads(c, rank)))
+            jobs.add(("prologue", tuple(dc.prologue_macros(False, warps, M).items()), warps * 32))
+        jobs.add(("gemm", tuple(dc.gemm_macros(False, c, M, rank).items()), dc.gemm_threads(c, rank)))
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda job: ld._kernel(*job, 0), jobs))
+        list(pool.map(lambda job: decode_launch.kernel(*job, 0), jobs))
 
 
 def run_projection(
-    data: ProjectionData, config: ld.DecodeConfig, slots: torch.Tensor | None, workspace: ld.DecodeWorkspace, **options
+    data: ProjectionData,
+    config: dc.DecodeConfig,
+    slots: torch.Tensor | None,
+    workspace: decode_launch.DecodeWorkspace,
+    **options,
 ) -> None:
     """One call of the decode path into the projection's own output."""
     lora = (data.lora_a, data.lora_b, slots) if slots is not None else ()
-    ld.lora_decode(
+    lora_decode.lora_decode(
         data.x, data.weight, *lora, workspace=workspace, out=data.y, config=config, implementation="cuda", **options
     )
 
 
-def layer_runner(configs: list[ld.DecodeConfig], slots, workspace, **options):
+def layer_runner(configs: list[dc.DecodeConfig], slots, workspace, **options):
     """fn(layer) that runs all projections of a layer."""
 
     def run(layer: list[ProjectionData]) -> None:
@@ -106,10 +111,10 @@ def layer_runner(configs: list[ld.DecodeConfig], slots, workspace, **options):
     return run
 
 
-def error_of(config: ld.DecodeConfig, data: ProjectionData, slots, workspace, tries: int = 3) -> float:
+def error_of(config: dc.DecodeConfig, data: ProjectionData, slots, workspace, tries: int = 3) -> float:
     """Largest RMS error of one configuration against the fp32 reference over a few calls."""
     lora = (data.lora_a, data.lora_b, slots) if slots is not None else ()
-    reference = ld.lora_decode_ref(data.x, data.weight, *lora)
+    reference = lora_decode.lora_decode_ref(data.x, data.weight, *lora)
     worst = 0.0
     for _ in range(tries):
         data.y.fill_(float("nan"))
@@ -121,14 +126,14 @@ def error_of(config: ld.DecodeConfig, data: ProjectionData, slots, workspace, tr
 
 def search_layer(
     layers: list[list[ProjectionData]], slots, adapters: int, workspace, rank: int, replays: int = 7
-) -> tuple[list[ld.DecodeConfig], list[str]]:
+) -> tuple[list[dc.DecodeConfig], list[str]]:
     """The fastest configuration found for each projection of the layer, and lines that tell how. slots None, rank 0: no adapter."""
     M = layers[0][0].x.shape[0]
     lists = [candidates(d.shape, M, rank, adapters) for d in layers[0]]
     precompile(itertools.chain.from_iterable(lists), M, rank)
     lines, kept = [], []
 
-    def correct(i: int, configs: Iterable[ld.DecodeConfig]) -> list[ld.DecodeConfig]:
+    def correct(i: int, configs: Iterable[dc.DecodeConfig]) -> list[dc.DecodeConfig]:
         good = []
         for c in configs:
             error = error_of(c, layers[0][i], slots, workspace, tries=2)
@@ -157,9 +162,9 @@ def search_layer(
         )
     best = [k[0] for k in kept]
 
-    def improve(i: int, alternatives: list[ld.DecodeConfig]) -> None:
+    def improve(i: int, alternatives: list[dc.DecodeConfig]) -> None:
         shape = layers[0][i].shape
-        legal = [c for c in alternatives if c != best[i] and ld.is_legal(c, M, shape.K, shape.slices, rank)]
+        legal = [c for c in alternatives if c != best[i] and dc.is_legal(c, M, shape.K, shape.slices, rank)]
         if not legal:
             return
         precompile(legal, M, rank)
@@ -179,7 +184,7 @@ def search_layer(
     return best, lines
 
 
-def short(c: ld.DecodeConfig) -> str:
+def short(c: dc.DecodeConfig) -> str:
     """A configuration in a few characters."""
     kind = "wg" if c.wgmma else f"fused{c.fused}" if c.fused else "mma"
     return f"{kind} {c.row_tiles}x{c.k_warps}/{c.stage_k} w{c.window_kib}/{c.shared_kib}{'e' if c.early else ''} s{c.shrink_splits}x{c.shrink_warps}"

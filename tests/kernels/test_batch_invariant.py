@@ -7,7 +7,8 @@ import torch
 from kernel_cases import problem, rms_ratio
 
 from epilora.kernels.batch_invariant import lora_linear, w8a16_linear
-from epilora.kernels.lora_decode import DecodeConfig, DecodeWorkspace, invariant_config, is_legal, lora_decode_ref
+from epilora.kernels.decode_config import DecodeConfig, invariant_config, is_legal
+from epilora.kernels.lora_decode import DecodeWorkspace, lora_decode_ref
 from epilora.kernels.lora_expand import group_tokens
 from epilora.kernels.w8a16 import w8a16_gemm_ref
 

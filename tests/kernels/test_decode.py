@@ -9,16 +9,8 @@ import torch
 from kernel_cases import problem, rms_ratio
 
 from epilora.errors import UnsupportedKernel
-from epilora.kernels.lora_decode import (
-    DecodeConfig,
-    DecodeWorkspace,
-    config_for,
-    is_legal,
-    lora_decode,
-    lora_decode_ref,
-    num_stages,
-    tuned_entries,
-)
+from epilora.kernels.decode_config import DecodeConfig, config_for, is_legal, num_stages, tuned_entries
+from epilora.kernels.lora_decode import DecodeWorkspace, lora_decode, lora_decode_ref
 from epilora.kernels.quantize import quantize_ref
 from epilora.quant.formats import ScaleAxis
 

@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.kernels.exposure import LAYERS, RANKS, TOKENS, exposure, rounds_of, run_projection_cases, table
 from benchmarks.shapes import MODELS, sharded
-from epilora.kernels.lora_decode import DecodeConfig, config_for, is_legal, launch_part
+from epilora.kernels.decode_config import DecodeConfig, config_for, is_legal
+from epilora.kernels.decode_launch import launch_part
 
 TIMES = {"decode": 9.0, "two_launches": 10.0, "no_adapter": 8.0, "h_given": 9.5, "shrink": 3.0}
 

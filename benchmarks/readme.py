@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.report import table_rows
+from jobs.report import accuracy_text, table_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -60,6 +60,13 @@ SERVING_ROWS = (
 )
 
 
+VARIANTS = {
+    "w8a8_tis": "W8A8 engine with truncated importance sampling",
+    "score_centering": "W8A8 engine with score centering",
+    "staleness_1": "rollouts up to one optimizer step old",
+}
+
+
 def quickstart_block(document: Mapping[str, Any]) -> str:
     """Output of the seed-0 run, and what all runs of the file say."""
     summary, machine = document["summary"], document["machine"]
@@ -83,8 +90,11 @@ def quickstart_block(document: Mapping[str, Any]) -> str:
         "",
         "| also measured | |",
         "|---|---|",
-        f"| accuracy after, W8A8 engine with truncated importance sampling | {100 * summary['accuracy_after_w8a8_tis']:.1f} % |",
-        f"| accuracy after, rollouts up to one optimizer step old | {100 * summary['accuracy_after_staleness_1']:.1f} % |",
+        *(
+            f"| accuracy after, {what} | {100 * summary[f'accuracy_after_{name}']:.1f} % |"
+            for name, what in VARIANTS.items()
+            if f"accuracy_after_{name}" in summary
+        ),
         f"| mean \\|dlogp\\| engine against trainer, fp32: W8A8 / matched | {summary['mismatch_w8a8']:.1e} / {summary['mismatch_w8a16']:.1e} |",
     ]
     for dtype in ("float32", "float16", "bfloat16"):
@@ -95,6 +105,50 @@ def quickstart_block(document: Mapping[str, Any]) -> str:
         f"| tenants' TTFT p99, RL off / on | {summary['tenant_ttft_p99_ms_rl_off']:.0f} / {summary['tenant_ttft_p99_ms_rl_on']:.0f} ms |",
         "",
         f"From [benchmarks/results/quickstart_cpu.json](benchmarks/results/quickstart_cpu.json), `{document['command']}`.",
+    ]
+    return "\n".join(lines)
+
+
+def smollm2_block(document: Mapping[str, Any]) -> str:
+    """What one run on a pretrained model did."""
+    summary, machine = document["summary"], document["machine"]
+    result = document["rows"][0]["result"]
+    stages = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["stages_s"].items())
+    rows = [
+        (f"held-out accuracy, {result['eval_before']['problems']} questions, before / after {summary['steps']} steps", f"{accuracy_text(result['eval_before'])} / {accuracy_text(result['eval_after'])}"),
+        ("well-formed answers before / after", f"{100 * summary['well_formed_before']:.0f} % / {100 * summary['well_formed_after']:.0f} %"),
+        ("tenant's adapter, a few supervised steps: accuracy base / adapter", f"{100 * summary['tenant_accuracy_base']:.1f} % / {100 * summary['tenant_accuracy_adapter']:.1f} %"),
+        ("engine against trainer, mean / max \\|dlogp\\|", f"{summary['mismatch_mean']:.1e} / {summary['mismatch_max']:.1e}"),
+        ("rollout speed; one step: generate + train", f"{summary['rollout_tok_s']:.1f} tokens/s; {summary['generate_s']:.1f} + {summary['train_s']:.1f} s"),
+        ("copies of the base in memory; checksum before and after", f"{summary['base_copies']:.2f}; {'equal' if summary['checksum_equal'] else 'DIFFERENT'}"),
+        ("trainer's peak private memory (a quarter of the base in fp32 + 400 MiB)", f"{summary['trainer_peak_private_mib']:.0f} MiB ({summary['trainer_private_bound_mib']:.0f} MiB)"),
+        ("peak resident memory of all processes", f"{summary['peak_rss_gb']:.1f} GB"),
+        ("tenants' greedy answers against isolation", f"{summary['answers_equal']} equal, {summary['answers_near_tie']} at a near-tie, {summary['answers_wrong']} wrong"),
+        ("engine steps with tenants and rollouts together", str(summary["mixed_steps"])),
+    ]  # fmt: skip
+    return "\n".join([
+        "| SmolLM2-135M-Instruct, one run | |",
+        "|---|---|",
+        *(f"| {what} | {value} |" for what, value in rows),
+        "",
+        f"{summary['main_job_s']:.0f} s on {machine['cores']} cores ({machine['cpu']}): {stages}. From "
+        f"[benchmarks/results/quickstart_smollm2.json](benchmarks/results/quickstart_smollm2.json), `{document['command']}`.",
+    ])  # fmt: skip
+
+
+def tests_block(path: Path) -> str:
+    """How long each part of the tests took in the last recorded run of all of them, if there is one."""
+    if not path.exists():
+        return "No run of all tests is recorded yet; `make test-full` records one."
+    document = json.loads(path.read_text())
+    lines = ["| part of `make test-full` | tests | passed | wall |", "|---|---:|---:|---:|"]
+    for name, part in document["parts"].items():
+        lines.append(f"| {name} | {part['tests']:.0f} | {part['passed']:.0f} | {part['wall_s']:.0f} s |")
+    lines += [
+        "",
+        f"All side by side in {document['wall_s']:.0f} s on {document['machine']['cores']} cores, whose load before the start was "
+        f"{document['machine']['load_before']:.1f}. From [benchmarks/results/test_full.json](benchmarks/results/test_full.json), "
+        "which also has the seconds by folder.",
     ]
     return "\n".join(lines)
 
@@ -136,6 +190,8 @@ def rewritten(text: str) -> str:
     """README text with its blocks as the results files give them. Raises ValueError if a marker is missing."""
     blocks = {
         "quickstart": quickstart_block(json.loads((RESULTS / "quickstart_cpu.json").read_text())),
+        "smollm2": smollm2_block(json.loads((RESULTS / "quickstart_smollm2.json").read_text())),
+        "tests": tests_block(RESULTS / "test_full.json"),
         "kernels": kernels_block(json.loads((RESULTS / "kernels_h200.json").read_text())),
     }
     for name, block in blocks.items():

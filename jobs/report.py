@@ -26,8 +26,8 @@ def table_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(what, value) pairs of the table."""
     before, after = result["eval_before"], result["eval_after"]
     rows = [
-        ("held-out accuracy before", _accuracy(before)),
-        ("held-out accuracy after", _accuracy(after)),
+        ("held-out accuracy before", accuracy_text(before)),
+        ("held-out accuracy after", accuracy_text(after)),
         ("gain", f"{100 * (after['accuracy'] - before['accuracy']):+.1f} points"),
         ("well-formed answers before / after", f"{100 * before['well_formed']:.0f} % / {100 * after['well_formed']:.0f} %"),
         ("rollout speed", f"{result['rollout_tok_s']:.0f} tokens/s"),
@@ -61,7 +61,8 @@ def table_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _accuracy(evaluation: Mapping[str, float]) -> str:
+def accuracy_text(evaluation: Mapping[str, float]) -> str:
+    """A share with its 95 % interval, in per cent."""
     return f"{100 * evaluation['accuracy']:.1f} % [{100 * evaluation['ci_low']:.1f}, {100 * evaluation['ci_high']:.1f}]"
 
 

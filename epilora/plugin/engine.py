@@ -179,7 +179,7 @@ class VllmEngine:
         return self._steps.rpc(method, *args)
 
     def _on_every_rank(self, method: str, *args: Any) -> list[Any]:
-        return self._engine.collective_rpc(method, args=args)
+        return self._steps.workers(method, *args)
 
     async def _call(self, run: Callable[[], _T]) -> _T:
         """Run in the step thread, between two steps."""
@@ -390,9 +390,7 @@ class VllmEngine:
 
         Raises MemoryInfeasible if `shm_dir` is too small.
         """
-        return await self._call(
-            lambda: self._engine.collective_rpc("epilora_export_weights", args=(self._shm_dir, self.name))
-        )
+        return await self._call(lambda: self._on_every_rank("epilora_export_weights", self._shm_dir, self.name))
 
     async def base_checksum(self) -> str:
         """sha256 of the base's parameters, recomputed from memory now; equals `info().base_digest` unless damaged."""

@@ -20,10 +20,10 @@ from epilora.types import AdapterDraft, AdapterVersion, DraftReceipt, LoadReceip
 
 
 class Residents:
-    """Versions in slots. rpc: calls a worker method (of rank 0) by name; used in the step thread only."""
+    """Versions in slots. workers: calls a worker method on every rank by name; used in the step thread only."""
 
-    def __init__(self, num_slots: int, rpc: Callable[..., Any]) -> None:
-        self._rpc = rpc
+    def __init__(self, num_slots: int, workers: Callable[..., list[Any]]) -> None:
+        self._workers = workers
         self._lock = threading.RLock()
         self._slots = SlotMap(num_slots)
         self._namespaces: dict[str, str] = {}  # digest or draft id -> KV namespace of what lies in the slot
@@ -159,12 +159,19 @@ class Residents:
         return int_id, self._rpc("epilora_place_adapter", int_id)
 
     def _verify(self, what: str, int_id: int) -> tuple[str, str, str]:
-        """(what the slot holds, what it should hold, folded digest). Raises AdapterRejected if the first two differ."""
-        read = self._rpc("epilora_verify_adapter", int_id)
-        if read["readback_digest"] != read["expected_digest"]:
-            self._rpc("epilora_unload_adapter", int_id)
-            raise AdapterRejected(f"adapter {what}: its slot reads back other bytes than were loaded")
-        return read["readback_digest"], read["expected_digest"], read["folded_digest"]
+        """(what rank 0's slot holds, what it should hold, folded digest). Raises AdapterRejected if any rank's slot holds
+        something else.
+        """
+        ranks = self._workers("epilora_verify_adapter", int_id)
+        for rank, read in enumerate(ranks):
+            if read["readback_digest"] != read["expected_digest"]:
+                self._rpc("epilora_unload_adapter", int_id)
+                raise AdapterRejected(f"adapter {what}: rank {rank}'s slot reads back other bytes than were loaded")
+        return ranks[0]["readback_digest"], ranks[0]["expected_digest"], ranks[0]["folded_digest"]
+
+    def _rpc(self, method: str, *args: Any) -> Any:
+        """Rank 0's result."""
+        return self._workers(method, *args)[0]
 
     def _commit(self, key: str, int_id: int, namespace: str, receipt: LoadReceipt | DraftReceipt) -> None:
         with self._lock:

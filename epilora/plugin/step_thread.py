@@ -108,7 +108,15 @@ class StepThread:
 
     def rpc(self, method: str, *args: Any) -> Any:
         """A worker method's result (of rank 0). In the thread, or while it waits."""
-        return self.engine.collective_rpc(method, args=args)[0]
+        return self.workers(method, *args)[0]
+
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        """A worker method's results, of every rank. Raises what the first rank that failed raised."""
+        answers = self.engine.collective_rpc("epilora_call", args=(method, args))
+        for succeeded, value in answers:
+            if not succeeded:
+                raise value
+        return [value for _, value in answers]
 
     def stop(self) -> None:
         """End the thread; what runs fails with EngineDead."""

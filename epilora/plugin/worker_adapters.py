@@ -42,6 +42,16 @@ class _InSlot(dict):
         raise RuntimeError(f"adapter {self._int_id} was put out of its slot by vLLM and has no other copy: {name}")
 
 
+def _whole_widths(layer: Any, parts: int) -> list[int]:
+    """Out features of a base layer's parts over all ranks; keys and values count once where ranks repeat them."""
+    if hasattr(layer, "total_num_kv_heads"):
+        kv = layer.total_num_kv_heads
+        widths = [layer.total_num_heads * layer.head_size, kv * layer.head_size, kv * layer.v_head_size]
+    else:
+        widths = [int(n) for n in getattr(layer, "output_sizes", None) or [layer.output_size]]
+    return widths if len(widths) == parts else [sum(widths)]
+
+
 def _check_range(renamed: dict[str, FoldedModule], dtype: torch.dtype) -> None:
     """Raise AdapterRejected if a module's values do not fit the dtype adapters are kept in."""
     limit = torch.finfo(dtype).max
@@ -66,9 +76,9 @@ class AdapterExtension:
     def epilora_linear_modules(self) -> list[dict[str, Any]]:
         """Linear modules of the base by checkpoint name.
 
-        Each: name, engine (the layer that holds it), slice (its place there), out_features, in_features, adaptable
-        (whether an adapter may target it here). A packed layer whose parts cannot be told apart is listed under its own
-        name.
+        Each: name, engine (the layer that holds it), slice (its place there), out_features, in_features (of this rank),
+        whole_out, whole_in (of all ranks), adaptable (whether an adapter may target it here). A packed layer whose parts
+        cannot be told apart is listed under its own name.
         """
         if "_epilora_modules" not in self.__dict__:
             self.__dict__["_epilora_modules"] = self._epilora_find_modules()
@@ -94,8 +104,10 @@ class AdapterExtension:
             else:
                 names, widths = [name], [sum(widths)]
             in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
+            whole = _whole_widths(layer, len(names))
             for index, (part, width) in enumerate(zip(names, widths, strict=True)):
                 row = {"name": part, "engine": name, "slice": index, "out_features": width, "in_features": in_features}
+                row |= {"whole_out": whole[index], "whole_in": int(layer.input_size)}
                 lora = wrapped.get(name)
                 row["adaptable"] = lora is not None and len(lora.lora_a_stacked) == len(names)
                 found.append(row)
@@ -134,7 +146,7 @@ class AdapterExtension:
             model, lora_config = self._epilora_model(), self._epilora_manager().lora_config
             renamed = {compat.engine_module_name(model, module): weights for module, weights in folded.items()}
             base = [
-                LinearModule(row["name"], row["out_features"], row["in_features"])
+                LinearModule(row["name"], row["whole_out"], row["whole_in"])
                 for row in self.epilora_linear_modules()
                 if row["adaptable"]
             ]
@@ -230,13 +242,33 @@ class AdapterExtension:
         `adapters.fold.folded_digest`).
         """
         slot, folded, renamed = self.__dict__["_epilora_unverified"].pop(int_id)
-        lora_config = self._epilora_manager().lora_config
-        rank, dtype = lora_config.max_lora_rank, lora_config.lora_dtype
         return {
             "readback_digest": self.epilora_read_slot_digest(slot),
-            "expected_digest": slot_digest({name: module.padded(rank, dtype) for name, module in renamed.items()}),
+            "expected_digest": slot_digest(self._epilora_share_of(renamed)),
             "folded_digest": folded_digest(folded),
         }
+
+    def _epilora_share_of(self, renamed: dict[str, FoldedModule]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """What this rank's slot should hold of an adapter: padded, in the slots' dtype, cut where layers are cut."""
+        lora_config = self._epilora_manager().lora_config
+        packs: dict[str, list[str]] = {}
+        for row in self.epilora_linear_modules():
+            if row["adaptable"]:
+                packs.setdefault(row["engine"], []).append(row["name"])
+        wrapped = self._epilora_lora_layers()
+        share = {}
+        for engine, names in packs.items():
+            layer = wrapped[engine]
+            found = [renamed.get(name) for name in names]
+            pairs = [None if m is None else m.padded(lora_config.max_lora_rank, lora_config.lora_dtype) for m in found]
+            a_RK, b_NR = ([None if pair is None else pair[side] for pair in pairs] for side in (0, 1))
+            if layer.tp_size > 1 and any(pairs):
+                if len(names) == 1:
+                    a_RK, b_NR = [layer.slice_lora_a(a_RK[0])], [layer.slice_lora_b(b_NR[0])]
+                else:
+                    a_RK, b_NR = layer.slice_lora_a(a_RK), layer.slice_lora_b(b_NR)
+            share |= {name: (a, b) for name, a, b in zip(names, a_RK, b_NR, strict=True) if a is not None}
+        return share
 
     def epilora_read_slot_digest(self, slot: int) -> str:
         """sha256 of what lies in a slot's buffers now, by checkpoint module (see `adapters.digest.slot_digest`)."""

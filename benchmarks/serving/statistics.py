@@ -26,10 +26,8 @@ def ratio_interval(
         raise ValueError(f"ratio_interval: {len(ours)} and {len(others)} samples; both sides need at least one")
     a, b = np.asarray(ours, dtype=float), np.asarray(others, dtype=float)
     generator = np.random.default_rng(seed)
-    ratios = np.empty(draws)
-    for draw in range(draws):
-        top = np.percentile(generator.choice(a, len(a)), percentile)
-        ratios[draw] = top / np.percentile(generator.choice(b, len(b)), percentile)
+    tops = np.percentile(generator.choice(a, (draws, len(a))), percentile, axis=1)
+    ratios = tops / np.percentile(generator.choice(b, (draws, len(b))), percentile, axis=1)
     low, high = np.percentile(ratios, [2.5, 97.5])
     return float(np.percentile(a, percentile) / np.percentile(b, percentile)), float(low), float(high)
 

@@ -148,6 +148,19 @@ class EnginePool:
         base = self._known(name)
         return [running.name for running in base.engines if running.name not in base.draining]
 
+    async def starts(self, bases: Sequence[str]) -> dict[str, str]:
+        """For routers: engine name -> which start of it, of the bases' engines that take requests.
+
+        A base scaled to zero is named with the start "": a request for it brings it back. So is one the pool does not know,
+        which may be an actor that somebody else runs.
+        """
+        found: dict[str, str] = {}
+        for name in bases:
+            base = self._bases.get(name)
+            running = [e for e in base.engines if e.name not in base.draining] if base else []
+            found |= {e.name: e.engine._actor_id.hex() for e in running} or {name: ""}
+        return found
+
     async def wake(self, name: str, timeout_s: float = RESTART_S) -> list[str]:
         """As `engines`, after starting the base's first engine if there is none. Raises as `ensure`."""
         await self._taken_up

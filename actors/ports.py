@@ -26,6 +26,7 @@ from epilora.store import AdapterStore
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
 
 NAMESPACE = "epilora"
+POOL = "pool"  # actors/engine_pool.py
 logger = logging.getLogger(__name__)
 
 
@@ -66,7 +67,29 @@ class ActorPort:
 
 
 class RayEngine(ActorPort):
-    """`epilora.serving.ports.EnginePort` over an engine actor."""
+    """`epilora.serving.ports.EnginePort` over an engine actor.
+
+    A request for an engine that was scaled to zero asks the pool, if there is one, to bring it back; the request itself is told
+    to come again. Looking at an engine (`stats`) wakes nobody.
+    """
+
+    _waking: Any = None
+
+    async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method in ("info", "generate", "load_adapter", "render_chat"):
+            self._wake_if_gone()
+        return await super().ask(method, *args, **kwargs)
+
+    def _wake_if_gone(self) -> None:
+        try:
+            self.handle()
+        except EngineGone:
+            try:
+                pool = ray.get_actor(POOL, namespace=self._namespace)
+            except ValueError:
+                return
+            if self._waking is None or ray.wait([self._waking], timeout=0)[0]:
+                self._waking = pool.wake.remote(self.name)
 
     async def info(self) -> EngineInfo:
         return await self.ask("info")
@@ -78,6 +101,7 @@ class RayEngine(ActorPort):
         return await self.ask("generate", list(requests))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        self._wake_if_gone()
         try:
             chunks = self.handle().stream.options(num_returns="streaming").remote(request)
             async for reference in chunks:
@@ -177,3 +201,12 @@ def build_core(
         limits=limits,
         merged=merged,
     )
+
+
+async def pool_starts(bases: Sequence[str], namespace: str) -> dict[str, str]:
+    """Engines that the pool runs for `bases`: name -> which start of it. A base the pool does not know counts as it is named.
+
+    Raises EngineGone if there is no pool or it cannot be reached.
+    """
+    starts: dict[str, str] = await ActorPort(POOL, namespace).ask("starts", list(bases))
+    return starts

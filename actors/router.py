@@ -23,8 +23,9 @@ from starlette.responses import Response
 
 from actors.hub import RouterHub
 from actors.hub_client import HubLimits
-from actors.ports import build_core
+from actors.ports import NAMESPACE, RayEngine, build_core, pool_starts
 from actors.responses import from_http, to_response
+from epilora.serving.ports import EngineGone
 from epilora.serving.tenants import TenantRegistry, tenant_from_dict
 
 REPORT_S = 1.0
@@ -52,8 +53,22 @@ class CoServingRouter:
             role="tenants" if hub is not None else "both",
             limits=HubLimits(hub, self._name) if several else None,
         )
+        self._bases, self._namespace = tuple(args["engines"]), args.get("namespace", NAMESPACE)
+        self._following = asyncio.get_running_loop().create_task(self._follow())
         if hub is not None:
             self._reporting = asyncio.get_running_loop().create_task(self._report())
+
+    async def _follow(self) -> None:
+        """Every second: the engines are those that the pool runs for the configured bases. Without a pool they stay."""
+        while True:
+            try:
+                starts = await asyncio.wait_for(pool_starts(self._bases, self._namespace), 10.0)
+                self._core.fleet.follow(starts, lambda name: RayEngine(name, self._namespace))
+            except EngineGone:
+                pass  # engines without a pool: tests, and servers that start their own
+            except Exception as err:
+                logger.warning("the pool did not say which engines run: %s: %s", type(err).__name__, err)
+            await asyncio.sleep(REPORT_S)
 
     async def _report(self) -> None:
         """Tell the hub what was counted, every second; learn which engines drain."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,12 +167,12 @@ def test_kuberay_groups_start_at_zero_and_carry_labels_and_pairs() -> None:
 def test_the_services_serve_config_names_the_router_and_arguments_it_knows() -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from actors.router import _ARGS
+    from actors.router import build_app
 
     text = manifest("rayservice.yaml", "RayService")["spec"]["serveConfigV2"]
     (application,) = ServeDeploySchema.parse_obj(yaml.safe_load(text)).applications
     assert application.import_path == "actors.router:build_app"
-    assert set(application.args) <= _ARGS
+    build_app(application.args)  # raises for arguments that are unknown or do not go together
     assert application.args["engines"] == [load_config(ROOT / "configs" / "rl_27b.yaml").engine.name]
 
 
@@ -202,3 +204,41 @@ def test_the_images_versions_are_those_the_tests_run_with() -> None:
     assert set(versions) == {pins["ray"]}
     for folder in re.findall(r"^COPY (\w+) ", text, re.MULTILINE):
         assert (ROOT / folder).is_dir(), folder
+
+
+def documented(start: str) -> list[list[str]]:
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    blocks = "\n".join(
+        body for kind, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if not kind
+    )
+    return [shlex.split(line, comments=True) for line in blocks.splitlines() if line.startswith(start)]
+
+
+@pytest.mark.parametrize("words", documented("epilora "), ids=" ".join)
+def test_documented_plans_work(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from epilora.cli import main
+
+    assert main(words[1:]) == 0
+    assert "H100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", documented("ray job submit"), ids=" ".join)
+def test_documented_jobs_are_programs_and_configurations_here(words: list[str]) -> None:
+    command = words[words.index("--") + 1 :]
+    dry = command if "--dry-run" in command else [*command, "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, *dry[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "placement: one bundle" in done.stdout
+
+
+def test_documented_configuration_loads() -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        given = json.dumps(yaml.safe_load(block))
+        section, values = next(iter(json.loads(given).items()))
+        config = load_config(ROOT / "configs" / "rl_27b.yaml", [f"{section}={json.dumps(values)}"])
+        for key, value in values.items():
+            seen = getattr(getattr(config, section), key)
+            assert seen == value or set(seen) == set(value), key

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class FleetEngine:
     dead_until_s: float = 0.0
     base_probe: Probe | None = None
     refused: dict[str, str] = field(default_factory=dict)  # digest -> why it is not served here
+    start: str = ""  # which start of the engine this is, "" if nobody told
 
 
 class Fleet:
@@ -61,6 +62,7 @@ class Fleet:
         self.engines = {port.name: FleetEngine(port) for port in ports}
         self._store, self._choose, self._config, self._metrics, self._clock = store, choose, config, metrics, clock
         self.draining: set[str] = set()
+        self.leaving: set[str] = set()
         self._prefixes = PrefixMap()
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -123,12 +125,31 @@ class Fleet:
         }
         return values | {f"path_{path}": float(count) for path, count in stats.paths.items()}
 
+    def follow(self, starts: Mapping[str, str], make: Callable[[str], EnginePort]) -> None:
+        """The engines are these now: name -> which start of it, "" for one that does not run. New ones join, one started
+        again is empty, others take nothing new and leave with their last request. Raises ValueError for no engine at all.
+        """
+        if not starts:
+            raise ValueError("Fleet.follow: no engine is named; an engine that does not run is named with the start ''")
+        for name, start in starts.items():
+            known = self.engines.get(name)
+            if known is None or known.start not in ("", start):
+                self.engines[name] = FleetEngine(make(name), start=start)
+                self._prefixes.forget(name)
+            else:
+                known.start = start
+        self.leaving = set(self.engines) - set(starts)
+        for name in [name for name in self.leaving if not self.engines[name].running]:
+            del self.engines[name]
+            self.leaving.discard(name)
+            self._prefixes.forget(name)
+
     # --- choosing and loading -------------------------------------------------------------------------------------
 
     def loads(self, keys: Sequence[int] = ()) -> list[EngineLoad]:
         """keys: the prompt's blocks. Engines that drain or failed lately count as gone, unless that leaves none."""
         now = self._clock()
-        working = {name for name in self.engines if name not in self.draining} or set(self.engines)
+        working = set(self.engines) - self.draining - self.leaving or set(self.engines)
         working = {name for name in working if now >= self.engines[name].dead_until_s} or working
         return [
             EngineLoad(

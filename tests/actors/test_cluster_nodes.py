@@ -292,6 +292,7 @@ def test_to_zero_and_back_keeps_every_adapter(pool: Any) -> None:
     wait_for(lambda: engines(pool, "base") == [] and groups()["base-base"] == "REMOVED", "zero engines")
     wait_for(lambda: ray.available_resources().get("GPU") == 5, "the GPU to be free")
     assert ray.get(pool.wake.remote("base"), timeout=60) == ["base"]
+    ensure(pool, request("base", on("H100"), scaling=idle))  # a lease: it stays
     again = ray.get(store.resolve.remote("tenant"))
     assert again == version
     loaded = ray.get(store.tensors.remote(again.digest))

@@ -27,8 +27,11 @@ GPU_CONTEXT_BYTES = 600 * MIB
 CUDA_GRAPH_POOL_BYTES = 1 * GIB
 # The gated delta net works through a sequence in chunks of this many tokens (transformers' and FLA's kernels).
 DELTA_CHUNK = 64
-# epilora/trainer/logprob.py never holds more fp32 logits than this per chunk on a CPU.
+# epilora/trainer/logprob.py never holds more fp32 logits than this per chunk.
 CPU_LOGITS_CHUNK_BYTES = 8 * MIB
+GPU_LOGITS_CHUNK_BYTES = 256 * MIB
+# epilora/kernels/training.py widens codes by panels of this size.
+GPU_PANEL_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -191,29 +194,29 @@ def trainer_lines(config: JobConfig, facts: ModelFacts, *, on_gpu: bool) -> list
     width, tokens = WIDTH[trainer.dtype], max(trainer.micro_batch_tokens, config.engine.max_model_len)
     adapter = facts.adapter_parameters(rank, shards)
     saved = {kind.kind: layer_saved_bytes(kind, facts, width) // shards for kind in facts.layer_kinds}
-    kept = facts.layers * facts.hidden * width
-    if trainer.checkpoint_activations:
-        kept += max(saved.values())
-        how = f"{facts.layers} inputs of {facts.hidden} and one layer's {max(saved.values()):,} B"
-    else:
-        kept += sum(kind.count * saved[kind.kind] for kind in facts.layer_kinds)
-        how = f"{kept:,} B of all layers"
+    inputs = facts.layers * facts.hidden * width
     widest = max(max(linear.N, linear.K) for kind in facts.layer_kinds for linear in kind.linears) // shards
-    gradients = 3 * facts.ffn * width // shards + 2 * 4 * widest
-    activations = MemoryLine(
-        f"trainer: activations of {tokens} tokens" + (", made again" if trainer.checkpoint_activations else ""),
-        tokens * (kept + gradients),
-        f"{tokens} x ({how} + {gradients:,} B of gradients)",
-        rollouts=False,
-    )
-    rows = min(trainer.logprob_chunk, tokens)
-    chunk, chunk_how = 4 * rows * facts.vocab, f"2 x {rows} x {facts.vocab:,} x 4 B"
-    if not on_gpu and chunk > CPU_LOGITS_CHUNK_BYTES:
-        chunk, chunk_how = CPU_LOGITS_CHUNK_BYTES, f"2 chunks of {CPU_LOGITS_CHUNK_BYTES // MIB} MiB"
-    logits = MemoryLine("trainer: logits of a chunk and their gradient", 2 * chunk, chunk_how, rollouts=False)
+    # The MLP's gradients; without kernels also one projection's fp32 output and its gradient.
+    gradients = 3 * facts.ffn * width // shards + (0 if on_gpu else 2 * 4 * widest)
+    if trainer.checkpoint_activations:
+        kept, again = inputs, max(saved.values()) + gradients
+        how = f"{tokens} x {facts.layers} layers x {facts.hidden} x {width} B"
+    else:
+        kept, again = inputs + sum(kind.count * saved[kind.kind] for kind in facts.layer_kinds), gradients
+        how = f"{tokens} x {kept:,} B of all layers"
+    bound = GPU_LOGITS_CHUNK_BYTES if on_gpu else CPU_LOGITS_CHUNK_BYTES
+    logits = 2 * min(4 * facts.vocab * min(trainer.logprob_chunk, tokens), bound)
+    activations = MemoryLine(f"trainer: kept activations of {tokens} tokens", tokens * kept, how, rollouts=False)
+    # A chunk's logits are gone when the first layer is computed again.
+    if tokens * again >= logits:
+        what = "one layer again and its gradients" if trainer.checkpoint_activations else "one layer's gradients"
+        working = MemoryLine(f"trainer: {what}", tokens * again, f"{tokens} x {again:,} B", rollouts=False)
+    else:
+        working = MemoryLine("trainer: a chunk's logits and their gradient", logits, "2 chunks", rollouts=False)
     largest = max(linear.N * linear.K for kind in facts.layer_kinds for linear in kind.linears) // shards
-    widened = MemoryLine("trainer: one projection widened", largest * width, f"{largest:,} x {width} B", rollouts=False)
-    computing = [activations, logits, widened]
+    size, what = (GPU_PANEL_BYTES, "a panel") if on_gpu else (largest * width, f"{largest:,} x {width} B")
+    widened = MemoryLine("trainer: weights widened at a time", size, what, rollouts=False)
+    computing = [activations, working, widened]
     if 4 * adapter > sum(line.count_bytes for line in computing):  # the optimizer's step comes after the backward pass
         computing = [MemoryLine("trainer: optimizer's step", 4 * adapter, f"{adapter:,} x 4 B", rollouts=False)]
     states = MemoryLine(

@@ -222,3 +222,28 @@ def test_incomplete_or_strange_configs_are_named() -> None:
         facts_of({**HYBRID, "text_config": {**HYBRID_TEXT, "layer_types": ["sliding_attention"] * 4}})
     with pytest.raises(ValueError, match="'int4_awq' cannot be sized"):
         sizing.base_format("int4_awq")
+
+
+def test_bounds_are_those_of_the_code_they_describe() -> None:
+    from epilora.kernels.training import PANEL_BYTES
+    from epilora.trainer import logprob
+
+    assert sizing.GPU_PANEL_BYTES == PANEL_BYTES
+    assert sizing.GPU_LOGITS_CHUNK_BYTES == logprob.GPU_LOGITS_CHUNK_BYTES
+    assert sizing.CPU_LOGITS_CHUNK_BYTES == logprob.LOGITS_CHUNK_BYTES
+
+
+def test_the_trainers_memory_is_what_an_h200_measured() -> None:
+    """`benchmarks.rl`, train_speed: Qwen3-8B's shape, a base of the trainer's own, packed micro-batches, checkpointing."""
+    rows = json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / "rl_h200.json").read_text())["rows"]
+    row = next(r for r in rows if r["case"] == "train_speed/qwen3-8b" and r["provider"] == "fp8_registers")
+    config = load_config(
+        None, ["engine.model_path=m", "task.path=a:b", "engine.num_gpus=0.5", "engine.dtype=bfloat16", "trainer.dtype=bfloat16",
+               f"lora.rank={row['rank']}", f"engine.max_lora_rank={row['rank']}", "engine.max_model_len=64",
+               f"trainer.micro_batch_tokens={row['micro_batch_tokens']}", "trainer.checkpoint_activations=true"],
+    )  # fmt: skip
+    facts = shape("qwen3-8b")
+    states, *computing = sizing.trainer_lines(config, facts, on_gpu=True)
+    held = sizing.base_bytes(facts, "fp8", 2) + states.count_bytes
+    assert held == pytest.approx(row["held_bytes"], rel=0.005)
+    assert sum(line.count_bytes for line in computing) == pytest.approx(row["step_peak_bytes"], rel=0.05)

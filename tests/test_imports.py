@@ -34,6 +34,7 @@ RULES = {
     "epilora.kernels": ["vllm", "transformers", "epilora.adapters", "epilora.config", "epilora.types", *UPPER],
     "epilora.adapters": ["vllm", "transformers", "epilora.plugin", "epilora.trainer", *UPPER],
     "epilora.store": ["torch", "vllm", "transformers", "epilora.plugin", "epilora.trainer", *UPPER],
+    "epilora.fairness": ["torch", "numpy", "vllm", "epilora.quant", "epilora.serving", *UPPER],
     "epilora.serving": ["torch", "vllm", "transformers", *UPPER],
     "epilora.tasks": ["vllm", "epilora.plugin", "epilora.trainer", *UPPER],
     "epilora.trainer": ["vllm", "epilora.plugin", *UPPER],

@@ -226,14 +226,14 @@ class LoraTrainer:
         """The optimizer steps of all batches; metrics or what went wrong, by the batches' keys."""
         done: dict[int, dict[str, float] | Exception] = {}
         for key, batch in batches.items():
-            pairs, micro = batch.state.pairs, self._micro(batch.sequences, batch.layout)
+            pairs = batch.state.pairs
             if batch.skipped:
-                done[key] = batch.skipped_metrics(*self._all_logprobs(micro, batch.layout, pairs))
+                done[key] = batch.skipped_metrics(*self._logprobs_of(batch.sequences, batch.layout, pairs))
                 continue
             if batch.config.kl_coef:
-                batch.reference = self._all_logprobs(micro, batch.layout, None)[0]
+                batch.reference = self._logprobs_of(batch.sequences, batch.layout, None)[0]
             if batch.config.inner_steps > 1:
-                batch.old = self._all_logprobs(micro, batch.layout, pairs)[0]
+                batch.old = self._logprobs_of(batch.sequences, batch.layout, pairs)[0]
         live = {key: batch for key, batch in batches.items() if not batch.skipped}
         inner = 0
         while live:
@@ -325,16 +325,17 @@ class LoraTrainer:
         pairs = None if session is None else self._session(session).pairs
         layout = layout_of(sequences)
         with self._computing():
-            logp, _ = self._all_logprobs(self._micro(sequences, layout), layout, pairs)
+            logp, _ = self._logprobs_of(sequences, layout, pairs)
         return [part.tolist() for part in torch.split(logp, layout.lengths.tolist())]
 
     @torch.no_grad()
-    def _all_logprobs(
-        self, micro: Sequence[MicroBatch], layout: Layout, pairs: Mapping[str, LoraPair] | None
+    def _logprobs_of(
+        self, sequences: Sequence[TokenPair], layout: Layout, pairs: Mapping[str, LoraPair] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log p, entropy) of every completion token under one adapter, or the base for None, [T] each."""
         logp, entropy = torch.empty(layout.num_tokens), torch.empty(layout.num_tokens)
         with self._attached[1].adapter(pairs):
-            for part in micro:
+            for part in self._micro(sequences, layout):
                 logp[part.flat], entropy[part.flat], _ = self._forward(part, None)
         return logp, entropy
 

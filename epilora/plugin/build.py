@@ -27,7 +27,7 @@ def build_engine(name: str, arguments: dict[str, Any], gpu_arguments: dict[str, 
     from . import register
 
     if not compat.is_cpu():
-        keep_weights_plain()
+        keep_weights_plain()  # worker processes do it for themselves, see `worker`
         arguments = {**arguments, **gpu_arguments, pool_argument(EngineArgs): True}
     given = {key: value for key, value in arguments.items() if value is not None}
     engine = LLMEngine.from_engine_args(EngineArgs(**compat.supported_arguments(EngineArgs, given)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from epilora.errors import UnsupportedKernel
 from epilora.quant.cuda_ipc import export_tensor
 from epilora.quant.manifest import TensorEntry, WeightManifest
 
-from .kv_memory import KvMemory, pool_allocations
+from .kv_memory import KvMemory, keep_weights_plain, pool_allocations
 from .requests import KINDS
 from .sharing import SharedFile, SharedTensor, drop_pages, remove_abandoned, weight_entries
 from .vmm import CudaMemory
@@ -222,3 +223,8 @@ class WorkerExtension(AdapterExtension):
                 seen.add(pointer)
                 released += drop_pages(tensor, keep_fraction)
         return released
+
+
+# vLLM imports this module in each of its worker processes: after the worker's class, before anything is loaded.
+if "vllm.v1.worker.gpu_worker" in sys.modules:
+    keep_weights_plain()

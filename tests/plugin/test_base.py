@@ -178,6 +178,13 @@ def test_a_plain_base_runs_too(new_engine):
 # ---- export -------------------------------------------------------------------------------------------------------
 
 
+def test_every_worker_keeps_its_weights_out_of_the_pool(main_engine):
+    """Shown on the class that all workers derive from; on the CPU it changes nothing."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert Worker._maybe_get_memory_pool_context._epilora
+
+
 def test_export_changes_nothing_and_repeats_itself(new_engine):
     engine = new_engine(name="exporting")
 

@@ -73,6 +73,11 @@ WANTED: dict[str, dict[str, list[str] | None]] = {
         "vllm._custom_ops:scaled_fp8_quant": ["input"],
         "vllm.distributed.parallel_state:get_tp_group": [],
     },
+    "mapping": {
+        f"{GPU_WRAPPER}.update_metadata": ["self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
+        f"{WRAPPER}._update_base_metadata": ["self", "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
+        f"{KERNEL_META}.prepare_tensors": ["self", "token_lora_mapping"],
+    },
     "cache_key": {"vllm.config.vllm:VllmConfig.compute_hash": ["self"]},
     "float32": {f"{ONLINE_CONFIG}.get_supported_act_dtypes": ["cls"]},
     "seeds": {
@@ -108,7 +113,7 @@ KERNEL_META_FIELDS = (
 def touched() -> list[str]:
     """Every name of vLLM that the plugin's features need, for `scripts/vllm_facts.py`."""
     names = {path for wanted in (*WANTED.values(), WORKER_WANTED) for path in wanted}
-    return sorted(names | {f"{KERNEL_META}.{field}" for field in KERNEL_META_FIELDS})
+    return sorted(names | {f"{KERNEL_META}.{field}" for field in (*KERNEL_META_FIELDS, "captured_lora_counts")})
 
 
 def problems(feature: str) -> list[str]:

@@ -4,6 +4,7 @@ Features, each behind its own test in `compat`:
   layers     LoRA linear classes replaced by our subclasses
   cpu_rows   (CPU) rows grouped by adapter whenever vLLM updates its mapping
   paths      (GPU) paths timed and kernels compiled after loading, before the KV cache is sized
+  mapping    (GPU) a batch's slots sorted and counted on the host; stock vLLM waits for the GPU four times when a batch changes
   cache_key  vLLM's compile cache told apart from that of stock vLLM and of other switches
   matched    W8A16 activations where `additional_config={"epilora": {"activations": "w8a16"}}` asks for them
   float32    (CPU) float32 activations admitted with online quantisation; vLLM lists only bf16 and fp16
@@ -70,6 +71,7 @@ def register() -> None:
         ("cpu_rows", "cpu", _install_cpu_rows),
         ("layers", "", _install_layers),
         ("paths", "gpu", _install_paths),
+        ("mapping", "gpu", _install_mapping),
         ("cache_key", "", _install_cache_key),
         ("matched", "", _install_matched),
         ("float32", "cpu", _install_float32),
@@ -138,6 +140,18 @@ def _install_paths() -> None:
         hook_worker()
 
     LoRAModelManager._create_lora_modules = _create_lora_modules  # type: ignore[method-assign]
+
+
+def _install_mapping() -> None:
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    from . import batch_mapping
+
+    @functools.wraps(PunicaWrapperGPU.update_metadata)
+    def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
+        batch_mapping.update_metadata(self, *args, **kwargs)
+
+    PunicaWrapperGPU.update_metadata = update_metadata  # type: ignore[method-assign]
 
 
 def _install_cache_key() -> None:

@@ -16,7 +16,7 @@ FEATURES = {"layers", "cpu_rows", "cache_key", "matched", "float32", "seeds"}
 def test_everything_is_installed_through_the_entry_point(main_engine):
     assert main_engine.info().plugin_active
     assert set(register.installed().features) == FEATURES
-    assert register.installed().reasons == {"paths": "only needed on the GPU backend"}
+    assert register.installed().reasons == dict.fromkeys(("paths", "mapping"), "only needed on the GPU backend")
 
 
 def test_entry_point_names_register():
@@ -58,7 +58,7 @@ def fresh(monkeypatch):
     """register() as if it had not run, with installers that only note their names."""
     noted: list[str] = []
     monkeypatch.setattr(register, "_status", None)
-    for name in {*FEATURES, "paths"}:
+    for name in {*FEATURES, "paths", "mapping"}:
         monkeypatch.setattr(register, f"_install_{name}", lambda name=name: noted.append(name))
     return noted
 
@@ -99,7 +99,7 @@ def test_layers_need_the_row_mapping(fresh, monkeypatch):
 def test_cpu_features_stay_away_from_other_platforms(fresh, monkeypatch):
     monkeypatch.setattr(compat, "is_cpu", lambda: False)
     register.register()
-    assert set(fresh) == {"layers", "paths", "cache_key", "matched"}
+    assert set(fresh) == {"layers", "paths", "mapping", "cache_key", "matched"}
 
 
 def test_required_layers_that_cannot_be_installed_are_an_error(fresh, monkeypatch):

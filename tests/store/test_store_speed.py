@@ -22,6 +22,12 @@ NAMES, VERSIONS = 1000, 10
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> AdapterStore:
     store = AdapterStore(tmp_path_factory.mktemp("big"))
+    fill(store)
+    return store
+
+
+def fill(store: AdapterStore) -> None:
+    """NAMES adapters of VERSIONS versions each, half of them owned by 50 tenants, and one that is really there."""
     store.publish("seed", SPEC, tensors(1), base_model="b", base_digest="")
     rows = [
         (f"t{name % 50}" if name % 2 else "", f"adapter-{name:04}", version, digest(name, version))
@@ -42,7 +48,6 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> AdapterStore:
     )
     db.executemany("INSERT INTO pointers(owner, name, version, at_s) VALUES(?, ?, ?, 0)", [row[:3] for row in rows])
     db.execute("COMMIT")
-    return store
 
 
 def digest(name: int, version: int) -> str:

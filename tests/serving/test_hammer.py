@@ -1,0 +1,52 @@
+"""Load, promote, roll back, collect, kill engines and generate from many clients at once: nothing mixes, nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.router_soak import run_soak, slope
+
+ALLOWED = {"no_free_slot", "engine_unavailable"}
+
+
+def check(row: dict) -> None:
+    assert row["mixed"] == 0  # every answer carries the watermark of one version of the adapter that was asked for
+    assert row["left_running"] == 0
+    assert set(row["refusals"]) <= ALLOWED, row["refusals"]
+    assert row["answers"] + row["streams"] > 10 * row["refused"]
+    assert row["deaths"] >= 1
+
+
+def test_a_short_hammer() -> None:
+    check(run_soak(25.0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hammer_of_minutes() -> None:
+    row = run_soak(240.0)
+    check(row)
+    assert row["deaths"] >= 10
+    assert row["published"] >= 500
+
+
+def test_the_slope_is_per_hour() -> None:
+    assert slope([(0.0, 10.0), (1800.0, 12.0), (3600.0, 14.0)]) == pytest.approx(4.0)
+    assert slope([]) == 0.0
+
+
+def test_a_watermark_that_is_not_the_versions_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The check itself: an engine that answers with another adapter's words is caught."""
+    from tests.actors.fake_engine import PlainFakeEngine
+
+    stream = PlainFakeEngine.stream
+
+    async def mixed(self: PlainFakeEngine, request):  # type: ignore[no-untyped-def]
+        async for chunk in stream(self, request):
+            text = chunk.text if chunk.completion_tokens != 2 else "00000000:1 "
+            yield type(chunk)(**{**vars(chunk), "text": text})
+
+    monkeypatch.setattr(PlainFakeEngine, "stream", mixed)
+    assert run_soak(3.0)["mixed"] > 0

@@ -20,6 +20,7 @@ from .tenants import TenantConfig, TenantRegistry
 logger = logging.getLogger(__name__)
 
 GC_S = 60.0
+MAX_NUMBER = (1 << 31) - 1  # of a version, and of versions to keep
 
 
 class Administration:
@@ -121,8 +122,8 @@ class Administration:
         """{"name", "version", "owner"}: point the name at that version."""
         data = wire.parse_json(body)
         number = data.get("version")
-        if type(number) is not int or number < 1:
-            raise ApiError(400, "version must be a whole number from 1", param="version")
+        if type(number) is not int or not 1 <= number <= MAX_NUMBER:
+            raise ApiError(400, f"version must be a whole number from 1 to {MAX_NUMBER}", param="version")
         return await self._moved("promote", admin, data, number)
 
     async def rollback(self, admin: TenantConfig, body: bytes) -> Reply:
@@ -138,8 +139,8 @@ class Administration:
         """{"keep_latest"}: drop old versions."""
         data = wire.parse_json(body or b"{}")
         keep = data.get("keep_latest", 3)
-        if type(keep) is not int or keep < 1:
-            raise ApiError(400, "keep_latest must be a whole number from 1", param="keep_latest")
+        if type(keep) is not int or not 1 <= keep <= MAX_NUMBER:
+            raise ApiError(400, f"keep_latest must be a whole number from 1 to {MAX_NUMBER}", param="keep_latest")
         removed = await self._ask("gc", keep, actor=admin.name, seconds=GC_S)
         return Reply(200, {"removed": removed})
 

@@ -28,6 +28,7 @@ from .limits import Limits, LocalLimits
 from .messages import Reply, Request, bounded, error_reply, page, whole_number
 from .metrics import CONTENT_TYPE, ServingMetrics
 from .openai_api import ApiError
+from .openapi import document
 from .operators import PAGE_FILES, PAGE_POLICY, describe, page_file
 from .ports import ChooseEngine, EnginePort, StorePort
 from .reports import Family, MergedMetrics, render, samples_of
@@ -83,6 +84,7 @@ class ServingCore:
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
             ("GET", "/ready"): self._ready,
+            ("GET", "/openapi.json"): self._openapi,
             ("GET", "/v1/models"): self._models,
             ("GET", "/v1/versions"): self._versions,
         }
@@ -175,6 +177,9 @@ class ServingCore:
             problems.append(f"store: {err}")
         ready = up > 0 and not any(problem.startswith("store") for problem in problems)
         return Reply(200 if ready else 503, {"ready": ready, "engines": up, "problems": problems})
+
+    async def _openapi(self, request: Request) -> Reply:
+        return Reply(200, document())
 
     async def _metrics(self, request: Request) -> Reply:
         return Reply(200, render(await self.counted()), content_type=CONTENT_TYPE)

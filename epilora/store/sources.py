@@ -52,7 +52,10 @@ def resolve_source(source: str, roots: Sequence[str]) -> str:
         resolved = _normal(source)
         inside = any(is_url(root) and f"{resolved}/".startswith(f"{_normal(root)}/") for root in roots)
     else:
-        path = Path(source).resolve()
+        try:
+            path = Path(source).resolve()
+        except OSError as err:
+            raise AdapterRejected(f"{source[:200]} cannot be read: {err.strerror or type(err).__name__}") from err
         resolved = str(path)
         inside = any(not is_url(root) and path.is_relative_to(Path(root).resolve()) for root in roots)
     if roots and not inside:
@@ -71,17 +74,24 @@ def _normal(url: str) -> str:
 def read_peft(source: str, *, max_bytes: int = MAX_ADAPTER_BYTES) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Config and fp32 tensors of a PEFT adapter at a folder or URL. Raises AdapterRejected with what is wrong."""
     if not is_url(source):
-        return read_peft_folder(source, max_bytes=max_bytes)
+        return _read_folder(source, max_bytes)
     plain = _normal(source)
     scheme, _, path = plain.partition("://")
     if scheme == "file":
-        return read_peft_folder("/" + path, max_bytes=max_bytes)
+        return _read_folder("/" + path, max_bytes)
     system = _filesystem(scheme)
     config = parse_config_bytes(_read(system, f"{path}/{CONFIG_FILE}", plain, MAX_CONFIG_BYTES))
     if not _exists(system, f"{path}/{TENSOR_FILE}", plain) and _exists(system, f"{path}/{BIN_FILE}", plain):
         return config, read_torch_bin(_read(system, f"{path}/{BIN_FILE}", plain, max_bytes), max_bytes=max_bytes)
     tensors, _ = read_tensors(_read(system, f"{path}/{TENSOR_FILE}", plain, max_bytes))
     return config, tensors
+
+
+def _read_folder(folder: str, max_bytes: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        return read_peft_folder(folder, max_bytes=max_bytes)
+    except OSError as err:  # a name too long, no permission, a device that fails
+        raise AdapterRejected(f"{folder[:200]} cannot be read: {err.strerror or type(err).__name__}") from err
 
 
 def _filesystem(scheme: str) -> Any:

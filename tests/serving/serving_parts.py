@@ -17,6 +17,7 @@ from epilora.serving.ports import EngineLoad
 from epilora.serving.settings import CoreConfig, Timeouts
 from epilora.serving.tenants import TenantConfig, TenantRegistry, hash_key
 from epilora.store import AdapterStore
+from epilora.store.sources import resolve_source
 from epilora.types import AdapterSpec, AdapterVersion
 from tests.actors.fake_engine import BASE_DIGEST, PlainFakeEngine
 
@@ -33,6 +34,10 @@ class LocalStore:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self.hang:
             await asyncio.Event().wait()
+        if method == "import_peft":  # as the actor does: sources inside the roots, no shapes of a base without files
+            source = resolve_source(str(args[0]), kwargs.pop("import_roots", ()))
+            kwargs = {key: value for key, value in kwargs.items() if key not in ("base_checkpoint", "linear_modules")}
+            return self.store.import_peft(source, *args[1:], **kwargs)[0]
         return getattr(self.store, method)(*args, **kwargs)
 
     async def resolve(self, ref: str, tenant: str | None) -> AdapterVersion:

@@ -121,17 +121,6 @@ def test_an_import_that_fails_its_probe_leaves_the_name_where_it_was(tmp_path: P
         parts.publish("other", 2)
         folder = parts.store.store.export_peft("other", tmp_path / "peft")
 
-        async def import_peft(source: str, name: str, **options: Any) -> Any:
-            for unused in ("base_checkpoint", "linear_modules", "import_roots"):
-                options.pop(unused)
-            return parts.store.store.import_peft(source, name, **options)[0]
-
-        call = parts.store.call
-
-        async def routed(method: str, *args: Any, **kwargs: Any) -> Any:
-            return await (import_peft(*args, **kwargs) if method == "import_peft" else call(method, *args, **kwargs))
-
-        parts.store.call = routed  # type: ignore[method-assign]
         engine.applies = False
         body = {"lora_name": "tone", "lora_path": str(folder)}
         refused = await parts.ask("/v1/load_lora_adapter", body, key="admin-key")

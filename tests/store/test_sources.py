@@ -94,3 +94,11 @@ def test_roots_bound_sources(tmp_path: Path) -> None:
             resolve_source(source, roots)
     assert resolve_source("/anywhere/../x", []) == "/x"
     assert resolve_source(f"{tmp_path}/link/a", roots) == str(tmp_path / "in" / "a")
+
+
+def test_a_path_the_system_refuses_is_a_reason_and_no_crash() -> None:
+    with pytest.raises(AdapterRejected, match="cannot be read: File name too long"):
+        read_peft("0" * 4000)
+    with pytest.raises(AdapterRejected, match="cannot be read: File name too long"):
+        read_peft("file:///" + "0" * 4000)
+    assert resolve_source("0" * 300, []).endswith("0" * 300)

@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name -> (module, one line about it)
+    "key": ("epilora.serving.keys", "issue an API key for a tenant of a running router"),
     "top": ("epilora.serving.top", "the running router in a terminal: engines, tenants, RL jobs"),
     "doctor": ("epilora.plugin.doctor", "which path each LoRA layer of a model takes, and why not a faster one"),
     "plan": ("jobs.plan", "what a configuration needs and which GPU types can run it"),

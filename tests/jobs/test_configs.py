@@ -7,7 +7,9 @@ import pytest
 from epilora.config import load_config
 from epilora.loading import load_object
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
+SERVE = FOLDER / "serve.yaml"  # Ray Serve's, see tests/actors/test_serve_cli.py
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path != SERVE)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)

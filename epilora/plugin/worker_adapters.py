@@ -256,7 +256,7 @@ class AdapterExtension:
             if row["adaptable"]:
                 packs.setdefault(row["engine"], []).append(row["name"])
         wrapped = self._epilora_lora_layers()
-        share = {}
+        share: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for engine, names in packs.items():
             layer = wrapped[engine]
             found = [renamed.get(name) for name in names]

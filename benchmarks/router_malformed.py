@@ -32,11 +32,11 @@ def _refusal(check: Any, words: str) -> str:
 def adapters() -> list[dict[str, Any]]:
     rows = []
     for name, (changes, words) in CONFIG_CASES.items():
-        rows.append((name, words, lambda c=changes: accept(config(**c), tensors(1))))
+        rows.append((f"config-{name}", words, lambda c=changes: accept(config(**c), tensors(1))))
     for name, (content, words) in TENSOR_CASES.items():
-        rows.append((name, words, lambda c=content: accept(config(), c)))
+        rows.append((f"tensors-{name}", words, lambda c=content: accept(config(), c)))
     for name, (data, words) in FILE_CASES.items():
-        rows.append((name, words, lambda d=data: read_tensors(d)))
+        rows.append((f"file-{name}", words, lambda d=data: read_tensors(d)))
     return [
         {"case": "malformed_adapters", "name": name, "rule": words, "wanted": "refused", "got": _refusal(check, words)}
         for name, words, check in rows

@@ -136,6 +136,8 @@ def test_one_gpu_is_halved_and_a_pair_goes_to_the_engine(big: ModelFacts) -> Non
     assert pair.bundle == {"GPU": 2.0, "CPU": 2.0, "nvlink_pair": 1.0}
     assert (pair.engine_options["num_gpus"], pair.trainer_options["num_gpus"]) == (2.0, 0)
     assert line(pair, "codes").count_bytes * 2 == line(one, "codes").count_bytes
+    waits = planner.plan(config(*GPU, "engine.tensor_parallel=2", "trainer.placement=own_bf16_offloaded"), big)
+    assert waits.host_bytes == sizing.base_bytes(big, "16bit", 2)  # both ranks' halves, in one host's memory
     with pytest.raises(ValueError, match=r"tensor_parallel=3 does not divide"):
         planner.plan(config(*GPU, "engine.tensor_parallel=3"), big)
 

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import torch
 
 from ..quant.operand import Operand
+from .arguments import shared_limit
 from .dispatch import Implementation
 from .lora_decode import MAX_TOKENS, DecodeWorkspace, lora_decode
-from .lora_expand import TokenGroups, lora_shrink_grouped, shared_limit, shrink_config_for
+from .lora_expand import TokenGroups, lora_shrink_grouped, shrink_config_for
 from .w8a16 import LoraTerm, w8a16_config_for, w8a16_gemm
 
 

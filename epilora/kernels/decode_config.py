@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .lora_shrink import MAX_RANK
+from .arguments import MAX_RANK
 from .tiles import MAX_SLICES
 
 MAX_TOKENS = 32

@@ -17,7 +17,6 @@ Legend: M tokens, N out features, K in features, R rank, S slices, L adapter slo
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,9 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..quant.formats import Format, ScaleAxis
+from ..quant.formats import ScaleAxis
 from ..quant.operand import Operand
 from ..quant.reference import dequantize
+from .arguments import check_weight, shared_limit
 from .dispatch import Implementation, choose
 from .lora_shrink import check_adapters, scales_or_values, valid_slots_ref
 from .tiles import any_active, check, check_tensor, pad4, pick4, slice_ends, slice_of
@@ -209,31 +209,6 @@ def _fused_lora_gemm_kernel(
     tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=row_ok[:, None] & mask_n[None, :])
 
 
-@functools.cache
-def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory a block may have on `device`; a Hopper block's on the CPU (interpreter)."""
-    if device.type != "cuda":
-        return 227 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in stubs
-
-
-def check_weight(function: str, weight: Operand, K: int, device: torch.device) -> None:
-    """Check a base operand: FP8 e4m3 [N, K], rows contiguous, one scale per tensor or per channel."""
-    check(weight.format is Format.FP8_E4M3, function, f"weight has format {weight.format.value}; allowed: fp8_e4m3")
-    check(
-        weight.axis in (ScaleAxis.TENSOR, ScaleAxis.CHANNEL),
-        function,
-        f"weight has scale axis {weight.axis.value}; allowed: tensor, channel",
-    )
-    check_tensor(function, "weight.values", weight.values, dim=2, device=device)
-    check(weight.values.shape[1] == K, function, f"weight is {tuple(weight.values.shape)}; x has K={K}")
-    check(
-        weight.values.is_contiguous(),
-        function,
-        f"weight has strides {weight.values.stride()}; rows must follow one another ([N, K] contiguous)",
-    )
-
-
 def check_up_projection(function: str, lora_b: Sequence[Operand], rank: int, N: int, x: torch.Tensor) -> list[int]:
     """Check B stacks [L, N_s, R] whose widths sum to N. Returns the widths."""
     check_adapters(function, "lora_b", lora_b, x, rank)
@@ -280,7 +255,7 @@ def fused_lora_gemm(
     check(xq.is_contiguous(), name, f"xq has strides {xq.stride()}; it must be contiguous")
     check_tensor(name, "x_scale", x_scale, dtypes=(torch.float32,), device=xq.device)
     check(x_scale.numel() >= M, name, f"x_scale has {x_scale.numel()} values for {M} tokens")
-    check_weight(name, weight, K, xq.device)
+    check_weight(name, weight, xq.device, K)
     N = weight.values.shape[0]
     y = torch.empty((M, N), dtype=out_dtype, device=xq.device) if out is None else out
     check_tensor(name, "out", y, dim=2, dtypes=OUT_DTYPES, device=xq.device)
@@ -302,7 +277,7 @@ def fused_lora_gemm(
         like = y if kind == torch.float8_e4m3fn else lora_b[0].values
         widths = check_up_projection(name, lora_b, rank, N, like)
         num_slots = lora_b[0].values.shape[0]
-    config = config or config_for(M, widths, K, shared_bytes_of(xq.device))
+    config = config or config_for(M, widths, K, shared_limit(xq.device))
     check(is_legal(config, widths), name, f"config={config} is not legal for slices {widths}; see is_legal")
     picked = choose(name, xq.device, implementation)
     if M == 0:

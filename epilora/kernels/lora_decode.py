@@ -31,6 +31,7 @@ from ..errors import UnsupportedKernel
 from ..quant.operand import Operand
 from . import fused_lora_gemm as k2
 from . import lora_shrink as k1
+from .arguments import check_weight, shared_limit
 from .decode_config import MAX_TOKENS, DecodeConfig, config_for, invariant_config, is_legal
 from .decode_launch import DecodeWorkspace, compile_kernels, device_facts, launch, supports_cuda
 from .dispatch import Implementation, choose, interpreter_is_on
@@ -187,7 +188,7 @@ def lora_decode(
         from .quantize import quantize
 
         quantize(x, codes_out=codes, scale_out=scale.view(M, 1), implementation=picked)
-    tiles = k2.config_for(MAX_TOKENS, slices, K, k2.shared_bytes_of(x.device)) if batch_invariant else None
+    tiles = k2.config_for(MAX_TOKENS, slices, K, shared_limit(x.device)) if batch_invariant else None
     return k2.fused_lora_gemm(
         codes, scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias, out=y,
         config=tiles, use_pdl=pdl and has_lora, implementation=picked,
@@ -222,8 +223,7 @@ def _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank) -> st
 def _check_all(name, x, weight, lora_a, lora_b, indices, active, bias, y) -> None:
     M, K = x.shape
     N = weight.values.shape[0]
-    k2.check_weight(name, weight, K, x.device)
-    check_tensor(name, "weight.scales", weight.scales, dtypes=(torch.float32,), device=x.device)
+    check_weight(name, weight, x.device, K)
     check_tensor(name, "out", y, dim=2, device=x.device)
     if bias is not None:
         check_tensor(name, "bias", bias, dim=1, dtypes=(x.dtype,), device=x.device)

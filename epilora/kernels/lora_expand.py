@@ -25,7 +25,6 @@ Source: section 3.1 and Appendix D of the EpiLoRA paper; the group arrays are th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +33,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import UnsupportedKernel
-from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
+from .arguments import HOPPER_SHARED_BYTES, MAX_RANK, check_groups, check_stacks, check_tokens, scales_of, shared_limit
 from .dispatch import Implementation, choose
 from .quantize import quantize_ref, quantize_row
-from .tiles import INTERPRETED, MAX_SLICES
-
-MAX_RANK = 256
-HOPPER_SHARED_BYTES = 227 * 1024  # a block's limit on compute capability 9.0 and 10.0; 99 KiB on 8.9 and 12.0
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+from .tiles import INTERPRETED, MAX_SLICES, pad4
 
 
 @dataclass(frozen=True)
@@ -487,88 +481,6 @@ def expand_config_for(M: int, S: int, N: int, R: int, L: int) -> ExpandConfig:
 # ---- argument checks and wrappers ------------------------------------------------------------------------------------
 
 
-def _check_adapter(kernel: str, name: str, operands: Sequence[Operand], x: torch.Tensor) -> None:
-    if not 1 <= len(operands) <= MAX_SLICES:
-        raise ValueError(f"{kernel}: {name} has {len(operands)} slices; allowed: 1 to {MAX_SLICES}")
-    first = operands[0]
-    for s, operand in enumerate(operands):
-        values = operand.values
-        where = f"{kernel}: {name}[{s}]"
-        if values.dim() != 3:
-            raise ValueError(f"{where} has shape {tuple(values.shape)}; allowed: [slots, rows, columns]")
-        if not values.is_contiguous():
-            raise ValueError(f"{where} has strides {values.stride()}; allowed: contiguous {tuple(values.shape)}")
-        if values.device != x.device:
-            raise ValueError(f"{where} is on {values.device}; allowed: the tokens' device {x.device}")
-        if operand.format is not first.format or values.shape[0] != first.values.shape[0]:
-            raise ValueError(
-                f"{where} is {operand.format.value} with {values.shape[0]} slots; allowed: as {name}[0], "
-                f"{first.format.value} with {first.values.shape[0]}"
-            )
-        if operand.format is Format.FP8_E4M3:
-            if (
-                operand.axis is not ScaleAxis.CHANNEL
-                or operand.scales is None
-                or operand.scales.numel() != values[..., 0].numel()
-            ):
-                raise ValueError(
-                    f"{where} needs one scale a row (axis channel, fp32 [{values.shape[0]}, {values.shape[1]}])"
-                )
-            if operand.scales.dtype != torch.float32 or not operand.scales.is_contiguous():
-                raise ValueError(f"{where} scales are {operand.scales.dtype}; allowed: contiguous float32")
-        elif values.dtype != x.dtype:
-            raise TypeError(
-                f"{where} is {values.dtype}; allowed: the tokens' dtype {x.dtype}, or float8_e4m3fn with row scales"
-            )
-
-
-def _check_groups(kernel: str, groups: TokenGroups, M: int, L: int, device: torch.device) -> None:
-    wanted = {"sorted_tokens": M, "active_slots": L + 1, "counts": L + 1, "starts": L + 2}
-    for name, least in wanted.items():
-        array = getattr(groups, name)
-        if array.dtype != torch.int32 or array.dim() != 1 or array.stride(0) != 1 or array.device != device:
-            raise ValueError(
-                f"{kernel}: groups.{name} is {array.dtype} {tuple(array.shape)} on {array.device}; "
-                f"allowed: int32 [n] on {device}"
-            )
-        if array.numel() < least:
-            raise ValueError(f"{kernel}: groups.{name} has {array.numel()} entries; at least {least} for M={M}, L={L}")
-
-
-def _check_tokens(kernel: str, name: str, tensor: torch.Tensor, implementation: Implementation) -> None:
-    if implementation is Implementation.CUDA:
-        raise UnsupportedKernel(
-            f"{kernel}: implementation=cuda asked, but it has no CUDA C++ form; allowed: triton, interpreter, reference"
-        )
-    allowed = _SIXTEEN_BIT if implementation is Implementation.TRITON else (*_SIXTEEN_BIT, torch.float32)
-    if tensor.dtype not in allowed:
-        raise TypeError(f"{kernel}: {name} is {tensor.dtype}; allowed: {', '.join(str(d) for d in allowed)}")
-    if tensor.dim() != 2 or tensor.stride(1) != 1:
-        raise ValueError(
-            f"{kernel}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
-            f"allowed: 2-D with contiguous rows"
-        )
-
-
-@functools.cache
-def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory a block may use on `device` (a Hopper block's where kernels are interpreted)."""
-    if device.type != "cuda":
-        return HOPPER_SHARED_BYTES
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing from torch's stubs
-
-
-def _scales(operand: Operand) -> torch.Tensor:
-    """The scales of an operand that was checked to have them."""
-    assert operand.scales is not None, "checked before"
-    return operand.scales
-
-
-def _padded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return tensors + [tensors[0]] * (MAX_SLICES - len(tensors))
-
-
 def num_row_tiles(M: int, L: int, block_m: int) -> int:
     """The most row tiles that M tokens in at most L groups can need when every group begins a new tile."""
     return M // block_m + min(L, M)
@@ -595,8 +507,8 @@ def lora_shrink_grouped(
     """
     name = "lora_shrink_grouped"
     picked = choose(name, x.device, implementation)
-    _check_tokens(name, "x", x, picked)
-    _check_adapter(name, "lora_a", lora_a, x)
+    check_tokens(name, "x", x, picked)
+    check_stacks(name, "lora_a", lora_a, x)
     M, K = x.shape
     L, R, _ = lora_a[0].values.shape
     for s, a in enumerate(lora_a):
@@ -606,7 +518,7 @@ def lora_shrink_grouped(
             )
     if not 1 <= R <= MAX_RANK:
         raise ValueError(f"{name}: rank={R} not supported; allowed: 1 to {MAX_RANK}")
-    _check_groups(name, groups, M, L, x.device)
+    check_groups(name, groups, M, L, x.device)
     S = len(lora_a)
     config = config or shrink_config_for(M, S, K, R, L)
     if not is_legal_shrink(config, K, R, x.element_size(), shared_limit(x.device)):
@@ -671,8 +583,8 @@ def shrink_launch(
     L, R, _ = lora_a[0].values.shape
     S = len(lora_a)
     scaled = lora_a[0].scales is not None
-    values = _padded([a.values for a in lora_a])
-    scales = _padded([_scales(a) for a in lora_a]) if scaled else [groups.counts] * MAX_SLICES
+    values = pad4([a.values for a in lora_a])
+    scales = pad4([scales_of(a) for a in lora_a]) if scaled else [groups.counts] * MAX_SLICES
     num_quant = M if quantize_to is not None else 0
     arguments = [
         x, *values, *scales, out, groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,
@@ -722,8 +634,8 @@ def lora_expand_add(
     """
     name = "lora_expand_add"
     picked = choose(name, y.device, implementation)
-    _check_tokens(name, "y", y, picked)
-    _check_adapter(name, "lora_b", lora_b, y)
+    check_tokens(name, "y", y, picked)
+    check_stacks(name, "lora_b", lora_b, y)
     M, N = y.shape
     L, _, R = lora_b[0].values.shape
     S = len(lora_b)
@@ -742,7 +654,7 @@ def lora_expand_add(
     split_k = h.shape[0]
     if h.dtype != (y.dtype if split_k == 1 else torch.float32):
         raise TypeError(f"{name}: h is {h.dtype} with split_k={split_k}; allowed: {y.dtype} for 1, float32 above")
-    _check_groups(name, groups, M, L, y.device)
+    check_groups(name, groups, M, L, y.device)
     config = config or expand_config_for(M, S, N, R, L)
     if not is_legal_expand(config, R, shared_limit(y.device)):
         raise ValueError(f"{name}: {config} is not legal for R={R}; see is_legal_expand")
@@ -778,8 +690,8 @@ def expand_launch(
     S = len(lora_b)
     widths = [b.values.shape[1] for b in lora_b]
     scaled = lora_b[0].scales is not None
-    values = _padded([b.values for b in lora_b])
-    scales = _padded([_scales(b) for b in lora_b]) if scaled else [groups.counts] * MAX_SLICES
+    values = pad4([b.values for b in lora_b])
+    scales = pad4([scales_of(b) for b in lora_b]) if scaled else [groups.counts] * MAX_SLICES
     block_r = max(16, triton.next_power_of_2(R))
     arguments = [
         y, h, *values, *scales, groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,

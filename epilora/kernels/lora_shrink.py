@@ -23,11 +23,10 @@ import triton.language as tl
 
 from ..quant.operand import Operand
 from ..quant.reference import dequantize
+from .arguments import MAX_RANK
 from .dispatch import Implementation, choose
 from .quantize import ACTIVATION_DTYPES, quantize_row
 from .tiles import INTERPRETED, any_active, check, check_tensor, pad4, pick4
-
-MAX_RANK = 256
 
 
 def valid_slots_ref(

@@ -35,9 +35,9 @@ import triton.language as tl
 
 from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
+from .arguments import HOPPER_SHARED_BYTES, MAX_RANK, check_tokens, check_weight, scales_of, shared_limit
 from .dispatch import Implementation, choose
-from .lora_expand import HOPPER_SHARED_BYTES, MAX_RANK, _check_tokens, _scales, shared_limit
-from .w8a16 import LoraTerm, W8A16Config, _check_weight, _widen, w8a16_gemm, w8a16_gemm_ref
+from .w8a16 import LoraTerm, W8A16Config, _widen, w8a16_gemm, w8a16_gemm_ref
 
 PANEL_BYTES = 32 * 2**20  # of widened 16-bit values at a time; 16, 32 and 64 MiB measured on an H200: within 5 %
 MODES = ("registers", "panel")
@@ -305,7 +305,7 @@ def widen_panel(weight: Operand, rows: slice, columns: slice, out: torch.Tensor)
     codes = weight.values[rows, columns]
     n, k = codes.shape
     channel = weight.axis is ScaleAxis.CHANNEL
-    scales = _scales(weight).reshape(-1)[rows] if channel else _scales(weight)
+    scales = scales_of(weight).reshape(-1)[rows] if channel else scales_of(weight)
     grid = (triton.cdiv(k, 512), triton.cdiv(n, 16))
     _widen_panel_kernel[grid](
         codes,
@@ -360,8 +360,8 @@ def train_forward(
     name = "train_forward"
     picked = choose(name, x.device, implementation)
     _check_mode(name, mode)
-    _check_tokens(name, "x", x, picked)
-    _check_weight(name, weight, x.device)
+    check_tokens(name, "x", x, picked)
+    check_weight(name, weight, x.device)
     M, K = x.shape
     N = weight.values.shape[0]
     if weight.values.shape[1] != K:
@@ -409,8 +409,8 @@ def train_dx(
     name = "train_dx"
     picked = choose(name, dy.device, implementation)
     _check_mode(name, mode)
-    _check_tokens(name, "dy", dy, picked)
-    _check_weight(name, weight, dy.device)
+    check_tokens(name, "dy", dy, picked)
+    check_weight(name, weight, dy.device)
     M, N = dy.shape
     K = weight.values.shape[1]
     if weight.values.shape[0] != N:

@@ -32,22 +32,21 @@ import torch
 import triton
 import triton.language as tl
 
-from ..errors import UnsupportedKernel
-from ..quant.formats import Format, ScaleAxis
+from ..quant.formats import ScaleAxis
 from ..quant.operand import Operand
-from .dispatch import Implementation, choose
-from .lora_expand import (
+from .arguments import (
     HOPPER_SHARED_BYTES,
     MAX_RANK,
-    TokenGroups,
-    _check_adapter,
-    _check_groups,
-    _check_tokens,
-    _padded,
-    _real,
-    _scales,
+    check_groups,
+    check_stacks,
+    check_tokens,
+    check_weight,
+    scales_of,
     shared_limit,
 )
+from .dispatch import Implementation, choose
+from .lora_expand import TokenGroups, _real
+from .tiles import pad4
 
 MAX_SPLIT_K = 8
 _COUNTERS = 8192  # output tiles a split-K launch may have
@@ -523,26 +522,6 @@ def _workspace(device: torch.device, elements: int, tiles: int) -> W8A16Workspac
     return held[-1]
 
 
-def _check_weight(kernel: str, weight: Operand, device: torch.device) -> None:
-    if weight.format is not Format.FP8_E4M3 or weight.axis not in (ScaleAxis.TENSOR, ScaleAxis.CHANNEL):
-        raise UnsupportedKernel(
-            f"{kernel}: weight is {weight.format.value} with axis={weight.axis.value}; "
-            f"allowed: fp8_e4m3 with axis tensor or channel"
-        )
-    if weight.values.dim() != 2 or not weight.values.is_contiguous():
-        raise ValueError(
-            f"{kernel}: weight has shape {tuple(weight.values.shape)} and strides {weight.values.stride()}; "
-            f"allowed: contiguous [N, K]"
-        )
-    if (
-        weight.device != device
-        or weight.scales is None
-        or weight.scales.device != device
-        or weight.scales.dtype != torch.float32
-    ):
-        raise ValueError(f"{kernel}: weight is on {weight.device}; allowed: codes and float32 scales on {device}")
-
-
 def w8a16_gemm(
     x: torch.Tensor,
     weight: Operand,
@@ -568,8 +547,8 @@ def w8a16_gemm(
     """
     name = "w8a16_gemm"
     picked = choose(name, x.device, implementation)
-    _check_tokens(name, "x", x, picked)
-    _check_weight(name, weight, x.device)
+    check_tokens(name, "x", x, picked)
+    check_weight(name, weight, x.device)
     M, K = x.shape
     N = weight.values.shape[0]
     if weight.values.shape[1] != K:
@@ -589,7 +568,7 @@ def w8a16_gemm(
         )
     widths, R, S, L = [N], 16, 1, 1
     if lora is not None:
-        _check_adapter(name, "lora.lora_b", lora.lora_b, x)
+        check_stacks(name, "lora.lora_b", lora.lora_b, x)
         widths = [b.values.shape[1] for b in lora.lora_b]
         L, _, R = lora.lora_b[0].values.shape
         S = len(widths)
@@ -621,7 +600,7 @@ def w8a16_gemm(
                     f"{name}: lora.slots is {lora.slots.dtype} {tuple(lora.slots.shape)}; "
                     f"allowed: int32 with at least {M} entries on {x.device}"
                 )
-            _check_groups(name, lora.groups, M, L, x.device)
+            check_groups(name, lora.groups, M, L, x.device)
     shared = shared_limit(x.device)
     config = config or w8a16_config_for(M, N, K, shared)
     if not is_legal_w8a16(config, N, K, shared):
@@ -646,7 +625,7 @@ def w8a16_gemm(
 
         codes = TensorDescriptor.from_tensor(weight.values, [config.block_n, config.block_k])
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    nothing = _scales(weight)
+    nothing = scales_of(weight)
     parts = counters = nothing
     if config.split_k > 1:
         space = _workspace(x.device, tiles * config.split_k * config.block_m * config.block_n, tiles)
@@ -657,8 +636,8 @@ def w8a16_gemm(
         mode = 1 if lora.slots is None else 2
         scaled = lora.lora_b[0].scales is not None
         h, split_h = lora.h, lora.h.shape[0]
-        values = _padded([b.values for b in lora.lora_b])
-        scales = _padded([_scales(b) for b in lora.lora_b]) if scaled else [nothing] * 4
+        values = pad4([b.values for b in lora.lora_b])
+        scales = pad4([scales_of(b) for b in lora.lora_b]) if scaled else [nothing] * 4
         if lora.slots is not None and lora.groups is not None:
             slots, active, counts = lora.slots, lora.groups.active_slots, lora.groups.counts
     _w8a16_kernel[(tiles * config.split_k,)](

@@ -267,7 +267,9 @@ class AdapterExtension:
                     a_RK, b_NR = [layer.slice_lora_a(a_RK[0])], [layer.slice_lora_b(b_NR[0])]
                 else:
                     a_RK, b_NR = layer.slice_lora_a(a_RK), layer.slice_lora_b(b_NR)
-            share |= {name: (a, b) for name, a, b in zip(names, a_RK, b_NR, strict=True) if a is not None}
+            share |= {
+                name: (a, b) for name, a, b in zip(names, a_RK, b_NR, strict=True) if a is not None and b is not None
+            }
         return share
 
     def epilora_read_slot_digest(self, slot: int) -> str:

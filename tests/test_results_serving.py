@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import report
+from benchmarks import readme, report
 from benchmarks.harness import SCHEMA_VERSION
 from benchmarks.serving.engines import OURS, STOCK
 from benchmarks.serving.summary import summarise
@@ -66,3 +66,11 @@ def test_report_shows_every_row(results):
         assert f"## {row['case']}," in text
     for key, value in results["summary"].items():
         assert f"| {key} | {'not measured' if value is None else value} |" in text
+
+
+def test_readme_block_shows_every_figure(results):
+    assert {key for _, key, _ in readme.SERVING_ROWS} == set(results["summary"])
+    text = readme.serving_block(results)
+    for what, key, form in readme.SERVING_ROWS:
+        value = results["summary"][key]
+        assert f"| {what} | {'not measured' if value is None else form.format(value)} |" in text

@@ -170,6 +170,11 @@ class EpiloraLinear:
             self._epilora_kind = Kind.STOCK
             self._epilora_reason = "fully sharded adapters have a collective between A and B"
             return
+        if self._epilora_settings.batch_invariant:
+            raise UnsupportedKernel(
+                "EPILORA_BATCH_INVARIANT=1: this CPU's layers are plain torch, whose sums depend on the batch; unset it, or use"
+                " EPILORA_PATH=op to run the GPU's code here"
+            )
         self._epilora_kind = Kind.CPU
         # One buffer for the A of all slices; vLLM's tuple becomes views of it.
         self._epilora_a = torch.cat([a_LRK[:, 0] for a_LRK in layer.lora_a_stacked], dim=1)

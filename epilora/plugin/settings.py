@@ -86,4 +86,9 @@ def settings_of(vllm_config: Any, environment: Mapping[str, str] | None = None) 
         if text not in ALLOWED[field.name]:
             raise ValueError(f"{origin}={value!r}; allowed are {', '.join(ALLOWED[field.name])}")
         values[field.name] = text == "1" if field.type == "bool" else text
-    return Settings(**values)
+    found = Settings(**values)
+    if found.adapters == "fp8" and found.path in ("vendor", "stock"):
+        raise ValueError(
+            f"adapters=fp8 with path={found.path}: vLLM's own kernels read 16-bit slots; allowed are {', '.join(p for p in PATHS if p not in ('vendor', 'stock'))}"
+        )
+    return found

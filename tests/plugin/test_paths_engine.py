@@ -206,8 +206,10 @@ def test_batch_invariant_layers_are_all_or_an_error(new_engine, environment):
     before = dict(CALLS)
     answers(engine, [0, None], tag="invariant", tokens=4)
     assert CALLS["lora_invariant"] > before.get("lora_invariant", 0)
-    with pytest.raises(UnsupportedKernel, match=r"EPILORA_BATCH_INVARIANT=1.*not float8_e4m3fn.*fp8_per_channel"):
+    with pytest.raises(UnsupportedKernel, match=r"EPILORA_BATCH_INVARIANT=1.*no FP8 GEMM.*fp8_per_channel"):
         engine_with(new_engine, environment, "op", quantization=None)
+    with pytest.raises(UnsupportedKernel, match=r"EPILORA_BATCH_INVARIANT=1.*plain torch.*EPILORA_PATH=op"):
+        engine_with(new_engine, environment, "auto")
     environment.delenv("EPILORA_BATCH_INVARIANT")
     environment.delenv("EPILORA_PATH", raising=False)
 

@@ -479,7 +479,7 @@ def test_versions_never_mix_while_names_move(served: Served) -> None:
 
 
 def test_a_dead_engine_is_an_error_and_its_successor_serves(served: Served) -> None:
-    """Last in this module: kills the engine in the middle of a stream, and without one."""
+    """Kills the engine in the middle of a stream, and without one."""
     headers = {"Authorization": "Bearer tml-acme-key"}
     body = {"model": "tiny", "prompt": "die later", "max_tokens": 9, "stream": True}
     answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=30)
@@ -498,6 +498,7 @@ def test_a_dead_engine_is_an_error_and_its_successor_serves(served: Served) -> N
         except ValueError:
             time.sleep(0.2)
     assert successor is not None
+    served.engine = successor  # it lives as long as a handle of its owner
     while httpx.get(f"{served.url}/ready").status_code != 200 and time.monotonic() < deadline:
         time.sleep(0.1)
     version = served.publish("after", 300, owner="acme")

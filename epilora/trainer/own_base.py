@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from epilora.errors import UnsupportedKernel
+from epilora.errors import MemoryInfeasible, UnsupportedKernel
 from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
 from epilora.quant.manifest import WeightEntry, WeightManifest
 from epilora.quant.operand import Operand
@@ -168,7 +168,12 @@ def _pinned(num_bytes: int) -> torch.Tensor:
     """Page-locked host memory of exactly that size (torch's own pinned allocator rounds up to a power of two)."""
     tensor = torch.empty(num_bytes, dtype=torch.uint8)
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
+    code = int(runtime.cudaHostRegister(address, num_bytes, 0))
+    if code:
+        raise MemoryInfeasible(
+            f"cudaHostRegister of {num_bytes} bytes of host memory failed with CUDA error {code}: an offloaded base needs them "
+            "page-locked; raise the memory lock limit (ulimit -l) or choose a placement without offloading"
+        )
     weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
     return tensor
 

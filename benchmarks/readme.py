@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,30 @@ def serving_block(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+ONE_COPY_ROWS = (
+    ("trained tokens/s on the engine's FP8 codes, over the same trainer on a 16-bit base", "train_tokens_s_over_bf16", "{:.2f}x"),
+    ("from the optimizer step's end to the new version's first token (vLLM's own LoRA kernels)", "publish_ms_8b", "{:.0f} ms"),
+    ("release and restore of 64 GiB of KV cache, together", "kv_release_s", "{:.2f} s"),
+)  # fmt: skip
+FORMAT_ROWS = (
+    ("resident adapters at equal memory, FP8 over bf16", "resident_adapters_fp8_over_bf16", "{:.2f}x"),
+    ("the same, NVFP4 (no kernel reads NVFP4 slots yet)", "resident_adapters_nvfp4_over_bf16", "{:.2f}x"),
+    ("quality checks of converted adapters (tiny model, CPU)", "quality_checks", "{:.0f}"),
+    ("of these failed, a conversion spoilt on purpose included", "quality_refused", "{:.0f}"),
+    ("failed and served all the same", "quality_failed_served", "{:.0f}"),
+)
+
+
+def summary_block(document: Mapping[str, Any], rows: Sequence[tuple[str, str, str]], head: str, source: str) -> str:
+    """A table of a summary's keys, with where it comes from."""
+    summary = document["summary"]
+    lines = [f"| {head} | |", "|---|---:|"]
+    for what, key, form in rows:
+        value = summary[key]
+        lines.append(f"| {what} | {'not measured' if value is None else form.format(value)} |")
+    return "\n".join([*lines, "", f"From [benchmarks/results/{source}](benchmarks/results/{source})."])
+
+
 def rewritten(text: str) -> str:
     """README text with its blocks as the results files give them. Raises ValueError if a marker is missing."""
     blocks = {
@@ -193,6 +217,18 @@ def rewritten(text: str) -> str:
         "smollm2": smollm2_block(json.loads((RESULTS / "quickstart_smollm2.json").read_text())),
         "tests": tests_block(RESULTS / "test_full.json"),
         "kernels": kernels_block(json.loads((RESULTS / "kernels_h200.json").read_text())),
+        "one_copy": summary_block(
+            json.loads((RESULTS / "rl_h200.json").read_text()),
+            ONE_COPY_ROWS,
+            "Qwen3-8B shape, rank 64, one H200",
+            "rl_h200.json",
+        ),
+        "formats": summary_block(
+            json.loads((RESULTS / "formats_h200.json").read_text()),
+            FORMAT_ROWS,
+            "adapters in FP8 and NVFP4",
+            "formats_h200.json",
+        ),
     }
     for name, block in blocks.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

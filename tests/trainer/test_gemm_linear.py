@@ -14,10 +14,12 @@ from epilora.trainer.gemm_linear import GemmProjection
 from epilora.trainer.linear import AdapterContext, LoraLinear, LoraPair, Segment
 from epilora.trainer.logprob import selected_logprobs
 from epilora.trainer.model import BaseModel, build_model
+from epilora.trainer.own_base import copy_codes
 from epilora.trainer.session import Session
 
 from .conftest import HAS_CUDA, SPEC, Small
 
+pytestmark = [pytest.mark.gpu] if HAS_CUDA else []  # `make test-gpu` runs all of it there, `make test` here
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's bf16 products are not to be trusted
 M, K, N, R, SCALING = 37, 96, 48, 16, 1.7
@@ -129,14 +131,13 @@ def gradients(model: BaseModel, session: Session, pairs: list[tuple[list[int], i
 
 @pytest.mark.parametrize("mode", ["panel", "registers"])
 def test_gradients_of_a_model_equal_fp32_autograd(small: Small, mode: str) -> None:
-    if HAS_CUDA:
-        pytest.skip("bases in shared memory live on the CPU; benchmarks/rl/gradients.py does this on a GPU")
-    base = MappedBase(small.base.manifest)
+    base = copy_codes(MappedBase(small.base.manifest), DEVICE, offloaded=False)
     model = build_model(base, DTYPE, checkpoint_activations=True, gemm_mode=mode)
     exact = build_model(base, torch.float32)
-    session = Session("s", SPEC, {"lr": 1e-9}, 3, exact.linear_shapes)
+    session = Session("s", SPEC, {"lr": 1e-9}, 3, exact.linear_shapes, DEVICE)
     with torch.no_grad():
-        session.theta.add_(0.1 * torch.randn(session.theta.shape, generator=torch.Generator().manual_seed(0)))
+        noise = torch.randn(session.theta.shape, generator=torch.Generator().manual_seed(0))
+        session.theta.add_(0.1 * noise.to(DEVICE))
     batch = [([7, 3, 9, 1, 4, 22], 3), ([5, 41, 2], 1), ([11, 12, 13, 14, 15, 16, 17], 5)]
     want, found = gradients(exact, session, batch), gradients(model, session, batch)
     assert min(cosine(found[name], want[name]) for name in want) >= 0.9999

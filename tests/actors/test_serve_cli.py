@@ -69,7 +69,7 @@ class Cluster:
         self.folder = folder
         self.environment = {
             **os.environ, "RAY_ADDRESS": f"127.0.0.1:{gcs}", "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self.dashboard}",
-            "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
+            "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1",
         }  # fmt: skip
         self.head = subprocess.Popen(
@@ -110,7 +110,9 @@ def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
         started = Cluster(Path(folder))
         try:
-            started.wait(lambda: httpx.get(f"http://127.0.0.1:{started.dashboard}/api/version").status_code == 200)
+            started.wait(
+                lambda: httpx.get(f"http://127.0.0.1:{started.dashboard}/api/version").status_code in (200, 401)
+            )
             yield started
         finally:
             started.stop()

@@ -73,7 +73,7 @@ class Engine(Protocol):
     async def unpin_adapter(self, digest: str, holder: str) -> None: ...
 
     async def unload_adapter(self, digest: str) -> None:
-        """Free the slot once no live request uses it. Raises AdapterNotFound."""
+        """Free the slot once no live request uses it, unless it is pinned. Raises AdapterNotFound."""
         ...
 
     async def score(

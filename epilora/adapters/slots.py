@@ -104,12 +104,15 @@ class SlotMap:
         slot.live -= 1
         return self._leave(slot)
 
-    def unload(self, digest: str) -> list[int]:
+    def unload(self, digest: str, *, even_pinned: bool = False) -> list[int]:
         """Ask a version to leave. Returns its id if nothing runs on it, else [] (it leaves with the last request).
 
-        Pins do not keep a version its owner unloads. Raises AdapterNotFound.
+        A pin keeps it: whoever pinned the same content (two jobs can publish equal adapters) still needs it, so one takes
+        one's own pin back first. even_pinned: it must go whoever needs it. Raises AdapterNotFound.
         """
         slot = self._find(digest)
+        if slot.pins and not even_pinned:
+            return []
         slot.leaving = True
         slot.pins.clear()
         return self._leave(slot)

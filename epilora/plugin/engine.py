@@ -368,7 +368,7 @@ class VllmEngine:
         return await self._call(lambda: self._residents.seal(draft_id, version, folded_digest))
 
     async def unload_adapter(self, digest: str) -> None:
-        """Free the slot once no live request uses it; new requests no longer find it. Raises AdapterNotFound."""
+        """Free the slot once no live request uses it, unless it is pinned; new requests no longer find it. Raises AdapterNotFound."""
         await self._call(lambda: self._residents.unload(digest))
 
     async def pin_adapter(self, digest: str, holder: str) -> None:

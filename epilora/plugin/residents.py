@@ -126,11 +126,13 @@ class Residents:
                     f" draft {draft_id}: they changed while they were handed over"
                 )
         except AdapterRejected:
-            self.unload(draft_id)
+            with self._lock:
+                leaving = self._slots.unload(draft_id, even_pinned=True)
+            self.unload_ids(leaving)
             raise
         if isinstance(known, LoadReceipt):
             with self._lock:
-                leaving = self._slots.unload(draft_id)
+                leaving = self._slots.unload(draft_id, even_pinned=True)
                 if leaving:  # nobody runs on the draft: its id may mean the version at once
                     self._sealed[draft_id] = version.digest
             self.unload_ids(leaving)
@@ -179,7 +181,7 @@ class Residents:
             self._namespaces[key], self._receipts[key] = namespace, receipt
 
     def unload(self, digest: str) -> None:
-        """Free the slot once no live request uses it. Raises AdapterNotFound."""
+        """Free the slot once no live request uses it, unless somebody has the version pinned. Raises AdapterNotFound."""
         with self._lock:
             leaving = self._slots.unload(self._sealed.get(digest, digest))
         self.unload_ids(leaving)

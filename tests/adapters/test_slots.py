@@ -71,6 +71,23 @@ def test_unload_waits_for_the_last_request():
     assert load(slots, "b") == []
 
 
+def test_a_version_stays_while_another_holder_has_it_pinned():
+    """Two jobs with equal seeds publish the same first adapter: one content, one slot, two pins."""
+    slots = SlotMap(2)
+    load(slots, "a")
+    slots.pin("a", "job one")
+    slots.pin("a", "job two")
+    slots.unpin("a", "job one")
+    assert slots.unload("a") == []
+    assert slots.acquire("a") == 1
+    assert slots.release("a") == []
+    slots.unpin("a", "job two")
+    assert slots.unload("a") == [1]
+    load(slots, "b")
+    slots.pin("b", "job")
+    assert slots.unload("b", even_pinned=True) == [2]
+
+
 def test_a_leaving_version_asked_for_again_stays():
     slots = SlotMap(1)
     load(slots, "a")

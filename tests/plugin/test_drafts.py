@@ -155,6 +155,8 @@ def test_what_cannot_be_a_draft_is_refused(engine):
             await engine.pin_adapter(draft_id, "test")
         with pytest.raises(NoFreeSlot):
             await engine.load_draft(draft_of(version, "d9"), shared)
+        for draft_id in engine.stats().drafts:
+            await engine.unpin_adapter(draft_id, "test")
 
     run(attempts())
 

@@ -364,6 +364,12 @@ def test_slots_in_use_or_pinned_are_kept(engine):
         assert set(engine.stats().loaded) == {a, c, d}
         with pytest.raises(AdapterNotFound, match=b[:12]):
             await engine.generate([request("x", b)])
+        await engine.unload_adapter(a)
+        assert a in engine.stats().loaded, "somebody has it pinned"
+        for digest in (a, c):
+            await engine.unpin_adapter(digest, "test")
+        await engine.unload_adapter(a)
+        assert set(engine.stats().loaded) == {c, d}
 
     run(fill())
 

@@ -217,6 +217,7 @@ def rewritten(text: str) -> str:
         "smollm2": smollm2_block(json.loads((RESULTS / "quickstart_smollm2.json").read_text())),
         "tests": tests_block(RESULTS / "test_full.json"),
         "kernels": kernels_block(json.loads((RESULTS / "kernels_h200.json").read_text())),
+        "serving": serving_block(json.loads((RESULTS / "serving_h200.json").read_text())),
         "one_copy": summary_block(
             json.loads((RESULTS / "rl_h200.json").read_text()),
             ONE_COPY_ROWS,

@@ -2,8 +2,8 @@
 
     python scripts/run_tests.py [--slow] [--part NAME] [--record FILE] [pytest arguments]
 
-Three processes, because Triton's interpreter is switched on for a whole process and because jobs wait a lot for engines to
-start. `--record` writes counts and seconds to FILE, by part and by folder of tests, with the command, the commit and the
+Three processes at a time, because Triton's interpreter is switched on for a whole process and because jobs wait a lot for
+engines to start. `--record` writes counts and seconds to FILE, by part and by folder of tests, with the command, the commit and the
 machine. Exit status 1 if a part fails.
 """
 
@@ -26,8 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = {
     "kernels": ["tests/kernels", "tests/quant"],
     "jobs": ["tests/jobs"],
-    "system": ["--ignore=tests/kernels", "--ignore=tests/quant", "--ignore=tests/jobs"],
+    "actors": ["tests/actors"],
+    "system": ["--ignore=tests/kernels", "--ignore=tests/quant", "--ignore=tests/jobs", "--ignore=tests/actors"],
 }
+# Lanes run side by side, a lane's parts one after another: both of the second start Ray clusters, whose nodes have 30 s to come up.
+LANES = (("kernels",), ("jobs", "actors"), ("system",))
 OUTCOMES = ("failure", "error", "skipped")
 
 
@@ -108,11 +111,13 @@ def main() -> None:
     reports.mkdir(parents=True, exist_ok=True)
     results: dict[str, tuple[int, float]] = {}
 
-    def one(name: str) -> None:
-        results[name] = run_part(name, PARTS[name], marks, extra, reports)
+    def in_turn(lane: tuple[str, ...]) -> None:
+        for name in lane:
+            if not args.part or name in args.part:
+                results[name] = run_part(name, PARTS[name], marks, extra, reports)
 
     start = time.monotonic()
-    threads = [threading.Thread(target=one, args=(name,)) for name in args.part or PARTS]
+    threads = [threading.Thread(target=in_turn, args=(lane,)) for lane in LANES]
     for thread in threads:
         thread.start()
     for thread in threads:

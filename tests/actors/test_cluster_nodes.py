@@ -90,6 +90,8 @@ def pool(running_pool: Any) -> Iterator[Any]:
         ray.get(running_pool.release.remote(job))
     ray.get(running_pool.drop.remote(list(state["bases"])), timeout=60)
     wait_for(lambda: set(groups().values()) <= {"REMOVED"}, "all placement groups to be gone")
+    # A removed group's GPU is free a moment later; until then the next test's first choice would look taken.
+    wait_for(lambda: ray.available_resources().get("GPU") == ray.cluster_resources().get("GPU"), "all GPUs to be free")
 
 
 def ensure(pool: Any, wanted: BaseRequest, job: str = "job", timeout_s: float = 60.0, **more: str) -> Any:

@@ -8,7 +8,9 @@ from omegaconf.errors import ConfigKeyError, ValidationError
 from epilora.config import load_config, to_yaml
 from epilora.config.schema import Activations
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
+SERVE = FOLDER / "serve.yaml"  # Ray Serve's, see tests/actors/test_serve_cli.py
+CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if path != SERVE)
 BASE = ["engine.model_path=folder", "task.path=package.module:task"]
 
 

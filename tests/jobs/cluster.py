@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import socket
@@ -17,15 +16,6 @@ from typing import Any
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 ROOT = Path(__file__).resolve().parents[2]
-# ray_current_cluster is what `ray start` leaves: without it a submitted job joins any cluster of the machine.
-HEAD = """
-import pathlib, signal, sys, ray
-context = ray.init(address="local", num_cpus=4, include_dashboard=True, dashboard_port=int(sys.argv[2]), _temp_dir=sys.argv[1],
-                   object_store_memory=150_000_000)
-pathlib.Path(sys.argv[1], "ray_current_cluster").write_text(context.address_info["address"])
-print("address", context.address_info["address"], flush=True)
-signal.sigwait([signal.SIGTERM])
-"""
 
 
 def free_port() -> int:
@@ -57,19 +47,21 @@ class Cluster:
         self.out = out
         self.port = port
         self._dashboard_port = free_port()
+        # every port of its own: Ray's fixed ones may be another cluster's, and then jobs find no agent
+        ports = {"port": 0, "ray-client-server-port": free_port(), "dashboard-port": self._dashboard_port,
+                 "dashboard-agent-listen-port": 0}  # fmt: skip
         self.head = subprocess.Popen(
-            [sys.executable, "-c", HEAD, ray_dir, str(self._dashboard_port)],
+            [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=4", f"--temp-dir={ray_dir}",
+             "--object-store-memory=150000000", *(f"--{name}={port}" for name, port in ports.items())],
             env=job_environment(), stdout=(out / "head.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.client = self._connect()
-        self.address = self._read_address()
+        self.address = self._read_address(ray_dir)
 
-    def _read_address(self) -> str:
-        """What RAY_ADDRESS takes."""
-        log = self.out / "head.log"
-        return self.wait_for(lambda: re.search(r"^address (\S+)$", log.read_text(), re.MULTILINE), "the address").group(
-            1
-        )
+    def _read_address(self, ray_dir: str) -> str:
+        """What RAY_ADDRESS takes. Ray writes it where a submitted job looks for its cluster."""
+        path = Path(ray_dir, "ray_current_cluster")
+        return self.wait_for(lambda: path.exists() and path.read_text().strip(), "the address")
 
     def _connect(self) -> JobSubmissionClient:
         deadline = time.monotonic() + 90

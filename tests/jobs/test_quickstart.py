@@ -46,7 +46,7 @@ def test_the_run_goes_on_later_and_elsewhere(interrupted: Interrupted, cluster: 
     assert result["base_read_only"]
     assert 0.99 <= result["base_copies"] <= 1.01
     assert all(tenant["rl_on"]["answers"] > 0 for tenant in result["tenants"])  # served while it trained
-    assert result["mixed_steps"] > 0, result
+    assert result["mixed_steps"] > 0, f"none of {result['engine_steps']} engine steps"
     assert result["answers_wrong"] == 0
     assert result["tenant_errors"] == []
     assert result["eval_before"]["well_formed"] >= 0.9

@@ -14,11 +14,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.routing import EngineView, choose_engine
 from epilora.errors import EngineDead
 from epilora.serving.core import ServingCore
 from epilora.serving.limits import Limits
-from epilora.serving.ports import EngineGone, EngineLoad
+from epilora.serving.ports import EngineGone
 from epilora.serving.reports import MergedMetrics
 from epilora.serving.settings import CoreConfig, Timeouts
 from epilora.serving.tenants import TenantConfig, TenantFile, TenantRegistry, tenant_from_dict
@@ -161,10 +160,6 @@ class RayStore(ActorPort):
         return await self.ask(method, *args, **kwargs)
 
 
-def _choose(engines: Sequence[EngineLoad], digest: str | None) -> str | None:
-    return choose_engine([EngineView(**vars(engine)) for engine in engines], digest)
-
-
 def build_core(
     args: Mapping[str, Any], *, role: str, limits: Limits | None = None, merged: MergedMetrics | None = None
 ) -> ServingCore:
@@ -186,7 +181,6 @@ def build_core(
         [RayEngine(name, namespace) for name in args["engines"]],
         RayStore(args.get("store", "store"), namespace),
         registry,
-        _choose,
         admin_registry=TenantRegistry([admin]),
         config=CoreConfig(
             base_names=tuple(args.get("base_names", ())),

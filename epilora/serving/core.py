@@ -30,7 +30,7 @@ from .metrics import CONTENT_TYPE, ServingMetrics
 from .openai_api import ApiError
 from .openapi import document
 from .operators import PAGE_FILES, PAGE_POLICY, describe, page_file
-from .ports import ChooseEngine, EnginePort, StorePort
+from .ports import EnginePort, StorePort
 from .reports import Family, MergedMetrics, render, samples_of
 from .settings import CoreConfig
 from .tenants import TenantConfig, TenantRegistry
@@ -53,7 +53,6 @@ class ServingCore:
         engines: Sequence[EnginePort],
         store: StorePort,
         registry: TenantRegistry,
-        choose_engine: ChooseEngine,
         *,
         config: CoreConfig | None = None,
         admin_registry: TenantRegistry | None = None,
@@ -69,7 +68,7 @@ class ServingCore:
         self._store, self._registry = store, registry
         self._admins = admin_registry or TenantRegistry()
         self._refresh_tenants = refresh_tenants
-        self.fleet = Fleet(engines, store, choose_engine, config=self.config, metrics=self.metrics, clock=clock)
+        self.fleet = Fleet(engines, store, config=self.config, metrics=self.metrics, clock=clock)
         self.catalog = Catalog(store, self.fleet, self.config)
         self.completions = Completions(
             self.fleet,

@@ -18,9 +18,9 @@ from epilora.types import AdapterVersion, EngineInfo, LoadReceipt
 from .messages import bounded
 from .metrics import ServingMetrics
 from .openai_api import ApiError
-from .ports import ChooseEngine, EngineGone, EngineLoad, EnginePort, StorePort
-from .prefixes import PrefixMap
+from .ports import EngineGone, EnginePort, StorePort
 from .probe import Probe, difference, probe_from_dict, run_probe
+from .routing import Member, Roster
 from .settings import CoreConfig
 
 logger = logging.getLogger(__name__)
@@ -28,42 +28,33 @@ logger = logging.getLogger(__name__)
 MAX_REFUSED = 1000
 STATS_S = 2.0
 RETRY_SLOT_S = 0.02
-DEAD_S = 5.0  # how long an engine that failed is left alone while there are others
 
 
-@dataclass
-class FleetEngine:
+@dataclass(kw_only=True)
+class FleetEngine(Member):
     """What is tracked of one engine. loading: one task per digest, shared by all who wait for it."""
 
     port: EnginePort
     info: EngineInfo | None = None
-    resident: dict[str, LoadReceipt] = field(default_factory=dict)
     loading: dict[str, asyncio.Task[LoadReceipt]] = field(default_factory=dict)
-    running: int = 0
-    dead_until_s: float = 0.0
     base_probe: Probe | None = None
     refused: dict[str, str] = field(default_factory=dict)  # digest -> why it is not served here
-    start: str = ""  # which start of the engine this is, "" if nobody told
 
 
-class Fleet:
+class Fleet(Roster[FleetEngine]):
     """See the module's docstring. One event loop owns it."""
 
     def __init__(
         self,
         ports: Sequence[EnginePort],
         store: StorePort,
-        choose: ChooseEngine,
         *,
         config: CoreConfig,
         metrics: ServingMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self.engines = {port.name: FleetEngine(port) for port in ports}
-        self._store, self._choose, self._config, self._metrics, self._clock = store, choose, config, metrics, clock
-        self.draining: set[str] = set()
-        self.leaving: set[str] = set()
-        self._prefixes = PrefixMap()
+        super().__init__([FleetEngine(port.name, port=port) for port in ports])
+        self._store, self._config, self._metrics, self._clock = store, config, metrics, clock
         self._background: set[asyncio.Task[Any]] = set()
 
     # --- what the engines are -------------------------------------------------------------------------------------
@@ -126,37 +117,12 @@ class Fleet:
         return values | {f"path_{path}": float(count) for path, count in stats.paths.items()}
 
     def follow(self, starts: Mapping[str, str], make: Callable[[str], EnginePort]) -> None:
-        """The engines are these now: name -> which start of it, "" for one that does not run. New ones join, one started
-        again is empty, others take nothing new and leave with their last request. Raises ValueError for no engine at all.
-        """
+        """As `update`. make: name -> port. Raises ValueError for no engine at all."""
         if not starts:
             raise ValueError("Fleet.follow: no engine is named; an engine that does not run is named with the start ''")
-        for name, start in starts.items():
-            known = self.engines.get(name)
-            if known is None or known.start not in ("", start):
-                self.engines[name] = FleetEngine(make(name), start=start)
-                self._prefixes.forget(name)
-            else:
-                known.start = start
-        self.leaving = set(self.engines) - set(starts)
-        for name in [name for name in self.leaving if not self.engines[name].running]:
-            del self.engines[name]
-            self.leaving.discard(name)
-            self._prefixes.forget(name)
+        self.update(starts, lambda name, start: FleetEngine(name, start=start, port=make(name)))
 
     # --- choosing and loading -------------------------------------------------------------------------------------
-
-    def loads(self, keys: Sequence[int] = ()) -> list[EngineLoad]:
-        """keys: the prompt's blocks. Engines that drain or failed lately count as gone, unless that leaves none."""
-        now = self._clock()
-        working = set(self.engines) - self.draining - self.leaving or set(self.engines)
-        working = {name for name in working if now >= self.engines[name].dead_until_s} or working
-        return [
-            EngineLoad(
-                name, frozenset(engine.resident), engine.running, name in working, self._prefixes.matched(name, keys)
-            )
-            for name, engine in self.engines.items()
-        ]
 
     async def engine_with(self, version: AdapterVersion | None, keys: Sequence[int] = ()) -> FleetEngine:
         """An engine that holds the version, loading it if need be; a second one if the first dies meanwhile.
@@ -171,11 +137,9 @@ class Fleet:
             return await self._one_with(version, keys)
 
     async def _one_with(self, version: AdapterVersion | None, keys: Sequence[int]) -> FleetEngine:
-        chosen = self._choose(self.loads(keys), version.digest if version else None)
-        if chosen is None:
+        engine = self.choose(version.digest if version else None, keys, self._clock())
+        if engine is None:
             raise EngineGone("no engine is alive; try again in a few seconds")
-        self._prefixes.add(chosen, keys)
-        engine = self.engines[chosen]
         if version is None:
             return engine
         deadline = self._clock() + self._config.timeouts.slot_s
@@ -277,12 +241,9 @@ class Fleet:
         """The engine let a version go (it will be loaded again), or is gone itself."""
         if isinstance(err, EngineGone):
             logger.warning("engine %s is gone: %s", engine.port.name, err)
-            engine.resident.clear()
+            self.lost(engine, self._clock())
             engine.refused.clear()
-            self._prefixes.forget(engine.port.name)
             engine.info = engine.base_probe = None
-            if len(self.engines) > 1:
-                engine.dead_until_s = self._clock() + DEAD_S
         elif version is not None and engine.resident.pop(version.digest, None) is not None:
             self._metrics.slot_stale()
 

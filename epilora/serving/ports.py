@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
@@ -51,20 +50,3 @@ class StorePort(Protocol):
     def tensors(self, digest: str) -> Any: ...
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
-
-
-ChooseEngine = Callable[[Sequence["EngineLoad"], str | None], str | None]
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """An engine's state for the routing policy.
-
-    resident: digests it holds; running: requests in flight there; matched: blocks of the prompt it has met before.
-    """
-
-    name: str
-    resident: frozenset[str]
-    running: int
-    alive: bool
-    matched: int = 0

@@ -35,7 +35,7 @@ def fleet(tmp_path: Path) -> Any:
 
 
 def alive(fleet: Any) -> set[str]:
-    return {load.name for load in fleet.loads() if load.alive}
+    return {engine.name for engine in fleet.working(time.monotonic())}
 
 
 def test_engines_join_and_leave_with_their_last_request(tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.routing import EngineView, choose_engine
 from epilora.serving.core import ServingCore
 from epilora.serving.messages import EventStream, Reply, Request
-from epilora.serving.ports import EngineLoad
 from epilora.serving.settings import CoreConfig, Timeouts
 from epilora.serving.tenants import TenantConfig, TenantRegistry, hash_key
 from epilora.store import AdapterStore
@@ -56,10 +54,6 @@ class LocalStore:
         return self.store.tensors(digest)
 
 
-def choose(engines: Sequence[EngineLoad], digest: str | None) -> str | None:
-    return choose_engine([EngineView(**vars(e)) for e in engines], digest)
-
-
 class Parts:
     """core, store, engines and short-hands to ask. keys: `<tenant>-key`."""
 
@@ -84,7 +78,6 @@ class Parts:
             self.engines,
             self.store,
             TenantRegistry(keyed),
-            choose,
             admin_registry=TenantRegistry([admin]),
             config=CoreConfig(**config),
             **({"clock": clock} if clock else {}),

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.routing import EngineView, choose_engine
 from epilora.serving.prefixes import MAX_BLOCKS, PrefixMap, block_keys
+from epilora.serving.routing import Member, choose_engine
 from tests.actors.fake_engine import PlainFakeEngine
 from tests.serving.serving_parts import Parts, error, events, run
 
@@ -34,13 +34,17 @@ def test_a_prefix_map_is_bounded_and_forgets() -> None:
 
 
 def test_residence_then_load_then_prefix() -> None:
-    holder = frozenset({"d"})
-    a = EngineView("a", holder, running=3, matched=5)
-    b = EngineView("b", holder, running=0, matched=0)
-    c = EngineView("c", frozenset(), running=0, matched=9)
-    assert choose_engine([a, b, c], "d") == "a"  # within the slack: the one that has met the prompt
-    assert choose_engine([EngineView("a", holder, running=5, matched=5), b, c], "d") == "b"  # load comes before prefix
-    assert choose_engine([a, b, c], None) == "c"
+    holder = {"d": None}
+    a, b, c = Member("a", holder, running=3), Member("b", holder), Member("c")
+    blocks = {"a": 5, "b": 0, "c": 9}
+
+    def matched(engine: Member) -> int:
+        return blocks[engine.name]
+
+    assert choose_engine([a, b, c], "d", matched) is a  # within the slack: the one that has met the prompt
+    assert choose_engine([a, b, c], None, matched) is c
+    a.running = 5
+    assert choose_engine([a, b, c], "d", matched) is b  # load comes before prefix
 
 
 def test_requests_that_share_a_beginning_meet_one_engine(tmp_path: Path) -> None:

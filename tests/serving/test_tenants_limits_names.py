@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.routing import EngineView, choose_engine
 from epilora.errors import AdapterNotFound, Unauthorized
 from epilora.serving.limits import Limiter, RateLimited
 from epilora.serving.names import ModelRef, not_found, parse_model
+from epilora.serving.routing import Member, Roster, choose_engine
 from epilora.serving.tenants import (
     TenantConfig,
     TenantFile,
@@ -189,12 +189,25 @@ def test_not_found_lists_only_what_the_tenant_may_use() -> None:
 
 
 def test_routing_prefers_residence_then_load() -> None:
-    a, b, c = EngineView("a", running=5), EngineView("b", frozenset({"d"}), 20), EngineView("c", frozenset({"d"}), 9)
-    assert choose_engine([a, b, c], "d") == "c"
-    assert choose_engine([a, b, c], None) == "a"
-    assert choose_engine([a, b, c], "other") == "a"
-    assert choose_engine([a, b, c], "d", spread=3) == "a"
-    assert choose_engine([a, EngineView("c", frozenset({"d"}), 0, alive=False)], "d") == "a"
-    assert choose_engine([EngineView("a", alive=False)], None) is None
+    a, b, c = Member("a", running=5), Member("b", {"d": None}, 20), Member("c", {"d": None}, 9)
+    assert choose_engine([a, b, c], "d") is c
+    assert choose_engine([a, b, c], None) is a
+    assert choose_engine([a, b, c], "other") is a
+    assert choose_engine([a, b, c], "d", spread=3) is a
     assert choose_engine([], None) is None
-    assert choose_engine([EngineView("b"), EngineView("a")], None) == "a"
+    assert choose_engine([c, Member("b", running=9), Member("a", running=9)], None).name == "a"
+
+
+def test_engines_that_failed_drain_or_leave_are_asked_only_if_no_other_is_left() -> None:
+    a, b, c = Member("a"), Member("b", running=7), Member("c", {"d": None}, running=9)
+    roster = Roster([a, b, c])
+    assert roster.choose("d", (), 0.0) is c
+    roster.lost(c, 10.0)
+    assert (c.resident, roster.choose("d", (), 10.1)) == ({}, a)
+    roster.draining = {"a"}
+    assert [engine.name for engine in roster.working(10.1)] == ["b"]
+    assert [engine.name for engine in roster.working(15.0)] == ["b", "c"]
+    roster.update({"a": "1", "c": "1"}, lambda name, start: Member(name, start=start))
+    assert [engine.name for engine in roster.working(15.0)] == ["c"]  # b leaves with its last request
+    roster.draining = {"a", "c"}
+    assert len(roster.working(15.0)) == 3

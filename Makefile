@@ -11,7 +11,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 MODEL ?= tiny
 ARGS ?=
 
-.PHONY: help setup quickstart serve test test-kernels test-jobs test-actors test-system test-full test-gpu lint clean
+.PHONY: help setup quickstart serve test test-kernels test-jobs test-main test-actors test-rest test-full test-gpu lint clean
 
 help:
 	@echo "make quickstart [MODEL=tiny|smollm2] [ARGS='key=value ...']   set up and run the whole system end to end"
@@ -39,14 +39,14 @@ quickstart: $(STAMP) $(model_$(MODEL))
 serve: $(STAMP) $(model_$(MODEL))
 	@$(PY) -m jobs.serve --config configs/quickstart_$(MODEL).yaml $(ARGS)
 
-# Parts side by side, see scripts/run_tests.py; test-kernels, test-jobs, test-actors and test-system are one part alone.
+# Parts side by side, see scripts/run_tests.py; test-kernels, test-jobs, test-main, test-actors and test-rest are one part alone.
 test: $(STAMP)
 	@$(PY) scripts/run_tests.py $(ARGS)
 
 test-full: $(STAMP)
 	@$(PY) scripts/run_tests.py --slow --record benchmarks/results/test_full.json $(ARGS)
 
-test-kernels test-jobs test-actors test-system: test-%: $(STAMP)
+test-kernels test-jobs test-main test-actors test-rest: test-%: $(STAMP)
 	@$(PY) scripts/run_tests.py --part $* $(ARGS)
 
 test-gpu:

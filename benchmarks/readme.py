@@ -13,51 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.readme_rows import FORMAT_ROWS, KERNEL_ROWS, ONE_COPY_ROWS, SERVING_ROWS
 from jobs.report import accuracy_text, table_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-KERNEL_ROWS = (
-    ("1 token, 1 adapter: time of the layer", "layer_m1_us", "{:.1f} us"),
-    ("1 token, 1 adapter, over vLLM's layer *without* an adapter", "layer_m1_over_no_adapter", "{:.2f}x"),
-    ("1 token, 1 adapter, over vLLM's fastest with one", "layer_m1_over_vllm_best", "{:.2f}x"),
-    ("8 tokens, the same", "layer_m8_over_vllm_best", "{:.2f}x"),
-    ("16 tokens, the same", "layer_m16_over_vllm_best", "{:.2f}x"),
-    ("16 tokens, over vLLM's layer without an adapter", "layer_m16_over_no_adapter", "{:.2f}x"),
-    ("no adapter, 1 token: our GEMM over quantise + CUTLASS", "gemm_m1_over_cutlass", "{:.2f}x"),
-    ("32 tokens, 1 adapter, over vLLM's fastest", "m32_1_over_vllm_best", "{:.2f}x"),
-    ("32 tokens, 32 adapters, over vLLM's fastest", "m32_32_over_vllm_best", "{:.2f}x"),
-    ("512 tokens, 32 adapters, over vLLM's fastest", "hybrid_512_32_over_vllm_best", "{:.2f}x"),
-    ("2,048 tokens, 32 adapters, over vLLM's fastest", "prefill_2048_32_over_vllm_best", "{:.2f}x"),
-    ("2,048 tokens, 32 adapters, over the vendor GEMM alone", "prefill_2048_32_over_vendor_gemm", "{:.2f}x"),
-    ("W8A16, 1 token, over Marlin", "w8a16_m1_over_marlin", "{:.2f}x"),
-    ("training forward, 4,096 tokens, over bf16 cuBLAS", "train_fwd_4096_over_bf16", "{:.2f}x"),
-    ("training backward, the same", "train_bwd_4096_over_bf16", "{:.2f}x"),
-)
-SERVING_ROWS = (
-    ("time per output token, batch 1, one adapter, 1 slot", "tpot_b1_ms", "{:.2f} ms"),
-    ("the same, over vLLM's fastest", "tpot_b1_over_vllm_best", "{:.2f}x"),
-    ("the same, over vLLM with LoRA off", "tpot_b1_over_no_adapter", "{:.2f}x"),
-    (
-        "time per output token, batch 1, one adapter, 32 slots, over vLLM's fastest",
-        "tpot_b1_32slots_over_vllm_best",
-        "{:.2f}x",
-    ),
-    ("no adapter in the batch, over vLLM with LoRA off", "base_only_over_no_lora", "{:.3f}x"),
-    (
-        "throughput of 32 tenants, 256 x (512 + 256) tokens, over vLLM's fastest",
-        "throughput_32_over_vllm_best",
-        "{:.2f}x",
-    ),
-    ("the same, over vLLM with LoRA off", "throughput_32_over_no_adapter", "{:.2f}x"),
-    ("the same with adapters stored in FP8, over vLLM's fastest", "throughput_32_fp8_over_vllm_best", "{:.2f}x"),
-    ("KV tokens, over vLLM's", "kv_tokens_over_vllm", "{:.3f}x"),
-    ("timing the paths, no cache", "dispatch_cold_s", "{:.1f} s"),
-    ("online, median time per token, worst rate, over vLLM's fastest", "online_tpot_worst_ratio", "{:.2f}x"),
-    ("online, p99 TTFT, worst rate, over vLLM's fastest", "online_ttft_p99_worst_ratio", "{:.2f}x"),
-    ("72B shape, time per token at batch 1, over vLLM's fastest", "tpot_72b_over_vllm_best", "{:.2f}x"),
-)
 
 
 VARIANTS = {
@@ -136,6 +97,9 @@ def smollm2_block(document: Mapping[str, Any]) -> str:
     ])  # fmt: skip
 
 
+MAIN_JOB_PARTS = ("jobs", "main")  # side by side: whole jobs, and the plugin, the trainer, tasks and settings
+
+
 def tests_block(path: Path) -> str:
     """How long each part of the tests took in the last recorded run of all of them, if there is one."""
     if not path.exists():
@@ -144,8 +108,10 @@ def tests_block(path: Path) -> str:
     lines = ["| part of `make test-full` | tests | passed | wall |", "|---|---:|---:|---:|"]
     for name, part in document["parts"].items():
         lines.append(f"| {name} | {part['tests']:.0f} | {part['passed']:.0f} | {part['wall_s']:.0f} s |")
+    main_s = max(document["parts"][name]["wall_s"] for name in MAIN_JOB_PARTS)
     lines += [
         "",
+        f"The main job's share (jobs and main, side by side and beside all the others): {main_s:.0f} s. "
         f"All side by side in {document['wall_s']:.0f} s on {document['machine']['cores']} cores, whose load before the start was "
         f"{document['machine']['load_before']:.1f}. From [benchmarks/results/test_full.json](benchmarks/results/test_full.json), "
         "which also has the seconds by folder.",
@@ -153,61 +119,20 @@ def tests_block(path: Path) -> str:
     return "\n".join(lines)
 
 
-def kernels_block(document: Mapping[str, Any]) -> str:
-    """The kernels' summary, losses included."""
-    summary, versions = document["summary"], document["versions"]
-    lines = ["| one Qwen3-8B layer's four projections, FP8 base, rank 64 | |", "|---|---:|"]
-    for what, key, form in KERNEL_ROWS:
-        value = summary[key]
-        lines.append(f"| {what} | {'not measured' if value is None else form.format(value)} |")
-    lines += [
-        "",
-        f"{document['gpu']}, torch {versions['torch']}, vLLM {versions['vllm']}; vLLM's fastest is the best of default and tuned kernels on one "
-        "and two streams in the same run. From [benchmarks/results/kernels_h200.json](benchmarks/results/kernels_h200.json); "
-        "[benchmarks/LOG.md](benchmarks/LOG.md) says what the figures contain (the small-batch rows overlap consecutive projections) "
-        "and where the remaining microseconds are.",
-    ]
-    return "\n".join(lines)
-
-
-def serving_block(document: Mapping[str, Any]) -> str:
-    """The serving summary, what was not measured included."""
-    summary, versions = document["summary"], document["versions"]
-    lines = ["| Qwen3-8B shape, FP8 base, rank-64 adapters | |", "|---|---:|"]
-    for what, key, form in SERVING_ROWS:
-        value = summary[key]
-        lines.append(f"| {what} | {'not measured' if value is None else form.format(value)} |")
-    lines += [
-        "",
-        f"{document['gpu']}, torch {versions['torch']}, vLLM {versions['vllm']}; vLLM's fastest is the best of the default and tuned LoRA kernels on "
-        "one and two streams that the same run measured. From [benchmarks/results/serving_h200.json](benchmarks/results/serving_h200.json), "
-        "`python -m benchmarks.serving`.",
-    ]
-    return "\n".join(lines)
-
-
-ONE_COPY_ROWS = (
-    ("trained tokens/s on the engine's FP8 codes, over the same trainer on a 16-bit base", "train_tokens_s_over_bf16", "{:.2f}x"),
-    ("from the optimizer step's end to the new version's first token (vLLM's own LoRA kernels)", "publish_ms_8b", "{:.0f} ms"),
-    ("release and restore of 64 GiB of KV cache, together", "kv_release_s", "{:.2f} s"),
-)  # fmt: skip
-FORMAT_ROWS = (
-    ("resident adapters at equal memory, FP8 over bf16", "resident_adapters_fp8_over_bf16", "{:.2f}x"),
-    ("the same, NVFP4 (no kernel reads NVFP4 slots yet)", "resident_adapters_nvfp4_over_bf16", "{:.2f}x"),
-    ("quality checks of converted adapters (tiny model, CPU)", "quality_checks", "{:.0f}"),
-    ("of these failed, a conversion spoilt on purpose included", "quality_refused", "{:.0f}"),
-    ("failed and served all the same", "quality_failed_served", "{:.0f}"),
-)
-
-
-def summary_block(document: Mapping[str, Any], rows: Sequence[tuple[str, str, str]], head: str, source: str) -> str:
-    """A table of a summary's keys, with where it comes from."""
-    summary = document["summary"]
+def summary_block(name: str, rows: Sequence[tuple[str, str, str]], head: str, remark: str = "") -> str:
+    """A table of a results file's summary, what was not measured included, with where it comes from. remark: said before that."""
+    document = json.loads((RESULTS / name).read_text())
     lines = [f"| {head} | |", "|---|---:|"]
     for what, key, form in rows:
-        value = summary[key]
+        value = document["summary"][key]
         lines.append(f"| {what} | {'not measured' if value is None else form.format(value)} |")
-    return "\n".join([*lines, "", f"From [benchmarks/results/{source}](benchmarks/results/{source})."])
+    return "\n".join([*lines, "", f"{remark}From [benchmarks/results/{name}](benchmarks/results/{name})."])
+
+
+def machine_text(name: str) -> str:
+    """GPU and versions that a results file was measured with."""
+    document = json.loads((RESULTS / name).read_text())
+    return f"{document['gpu']}, torch {document['versions']['torch']}, vLLM {document['versions']['vllm']}"
 
 
 def rewritten(text: str) -> str:
@@ -216,20 +141,23 @@ def rewritten(text: str) -> str:
         "quickstart": quickstart_block(json.loads((RESULTS / "quickstart_cpu.json").read_text())),
         "smollm2": smollm2_block(json.loads((RESULTS / "quickstart_smollm2.json").read_text())),
         "tests": tests_block(RESULTS / "test_full.json"),
-        "kernels": kernels_block(json.loads((RESULTS / "kernels_h200.json").read_text())),
-        "serving": serving_block(json.loads((RESULTS / "serving_h200.json").read_text())),
-        "one_copy": summary_block(
-            json.loads((RESULTS / "rl_h200.json").read_text()),
-            ONE_COPY_ROWS,
-            "Qwen3-8B shape, rank 64, one H200",
-            "rl_h200.json",
+        "kernels": summary_block(
+            "kernels_h200.json",
+            KERNEL_ROWS,
+            "one Qwen3-8B layer's four projections, FP8 base, rank 64",
+            f"{machine_text('kernels_h200.json')}; vLLM's fastest is the best of default and tuned kernels on one and two streams in "
+            "the same run. [benchmarks/LOG.md](benchmarks/LOG.md) says what the figures contain (the small-batch rows overlap "
+            "consecutive projections) and where the remaining microseconds are. ",
         ),
-        "formats": summary_block(
-            json.loads((RESULTS / "formats_h200.json").read_text()),
-            FORMAT_ROWS,
-            "adapters in FP8 and NVFP4",
-            "formats_h200.json",
+        "serving": summary_block(
+            "serving_h200.json",
+            SERVING_ROWS,
+            "Qwen3-8B shape, FP8 base, rank-64 adapters",
+            f"{machine_text('serving_h200.json')}; vLLM's fastest is the best of the default and tuned LoRA kernels on one and two "
+            "streams that the same run measured. `python -m benchmarks.serving`. ",
         ),
+        "one_copy": summary_block("rl_h200.json", ONE_COPY_ROWS, "Qwen3-8B shape, rank 64, one H200"),
+        "formats": summary_block("formats_h200.json", FORMAT_ROWS, "adapters in FP8 and NVFP4"),
     }
     for name, block in blocks.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

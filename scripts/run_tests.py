@@ -27,10 +27,11 @@ PARTS = {
     "kernels": ["tests/kernels", "tests/quant"],
     "jobs": ["tests/jobs"],
     "actors": ["tests/actors"],
-    "system": ["--ignore=tests/kernels", "--ignore=tests/quant", "--ignore=tests/jobs", "--ignore=tests/actors"],
+    "main": ["tests/plugin", "tests/adapters", "tests/trainer", "tests/tasks", "tests/config"],
 }
+PARTS["rest"] = [f"--ignore={folder}" for folders in PARTS.values() for folder in folders]
 # Lanes run side by side, a lane's parts one after another: both of the second start Ray clusters, whose nodes have 30 s to come up.
-LANES = (("kernels",), ("jobs", "actors"), ("system",))
+LANES = (("kernels",), ("jobs", "actors"), ("main", "rest"))
 OUTCOMES = ("failure", "error", "skipped")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import readme, report
 from benchmarks.harness import SCHEMA_VERSION
+from benchmarks.readme_rows import SERVING_ROWS
 from benchmarks.serving.engines import OURS, STOCK
 from benchmarks.serving.summary import summarise
 
@@ -69,8 +70,8 @@ def test_report_shows_every_row(results):
 
 
 def test_readme_block_shows_every_figure(results):
-    assert {key for _, key, _ in readme.SERVING_ROWS} == set(results["summary"])
-    text = readme.serving_block(results)
-    for what, key, form in readme.SERVING_ROWS:
+    assert {key for _, key, _ in SERVING_ROWS} == set(results["summary"])
+    text = readme.summary_block("serving_h200.json", SERVING_ROWS, "head")
+    for what, key, form in SERVING_ROWS:
         value = results["summary"][key]
         assert f"| {what} | {'not measured' if value is None else form.format(value)} |" in text

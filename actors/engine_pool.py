@@ -36,7 +36,7 @@ from actors.launch import (
     start_engine,
     stop_engine,
 )
-from actors.scaling import EngineLoad, ScalingState, decide
+from actors.scaling import EngineLoad, LoadWatch, ScalingState, decide
 from epilora import log
 from epilora.errors import EngineDead
 from epilora.types import EngineInfo, EngineStats
@@ -48,7 +48,6 @@ TICK_S = 1.0
 ANSWER_S = 10.0  # an engine that does not answer for so long is counted as silent, not as dead
 RESTART_S = 300.0  # bound on starting an engine that nobody waits for
 DRAIN_S = 60.0  # how long an engine that shall go may finish its requests
-ADAPTERS_SEEN_S = 30.0  # how long an adapter counts as asked for
 SAVED = b"epilora-pool"
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Lease:
 @dataclass
 class Base:
     """A base the pool knows. engines: the first has the trainer; empty when scaled to zero. draining: names that take no new
-    requests. seen: adapter -> when an engine last ran requests while holding it.
+    requests.
     """
 
     request: BaseRequest
@@ -76,8 +75,7 @@ class Base:
     draining: set[str] = field(default_factory=set)
     state: ScalingState = field(default_factory=ScalingState)
     reason: str = "new"
-    seen: dict[str, float] = field(default_factory=dict)
-    waiting_since_s: dict[str, float] = field(default_factory=dict)
+    watch: LoadWatch = field(default_factory=LoadWatch)
     failure: str = ""  # why the last start failed; the next try waits until retry_at_s
     failures: int = 0
     retry_at_s: float = 0.0
@@ -337,21 +335,14 @@ class EnginePool:
         return loads, dead
 
     def _load(self, base: Base, running: RunningEngine, stats: EngineStats) -> EngineLoad:
-        now, since = time.monotonic(), base.waiting_since_s
-        if stats.running:
-            base.seen |= dict.fromkeys(stats.loaded, now)
-        if stats.waiting:
-            since.setdefault(running.name, now)
-        else:
-            since.pop(running.name, None)
-        lately = {digest for digest, when in base.seen.items() if now - when < ADAPTERS_SEEN_S}
-        return EngineLoad(
+        return base.watch.load(
             running.name,
-            frozenset(lately & set(stats.loaded)),
-            running.info.max_loras,
-            now - since.get(running.name, now),
-            stats.kv_usage,
-            stats.running + stats.waiting,
+            stats.loaded,
+            slots=running.info.max_loras,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_share=stats.kv_usage,
+            now_s=time.monotonic(),
         )
 
     async def _add(self, base: Base, reason: str) -> None:

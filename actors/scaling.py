@@ -8,7 +8,8 @@ carry the load; none when nobody holds a lease and nobody has asked for `to_zero
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,33 @@ class EngineLoad:
     waiting_s: float = 0.0
     kv_share: float = 0.0
     running: int = 0
+
+
+ADAPTERS_SEEN_S = 30.0  # how long an adapter counts as asked for
+
+
+@dataclass
+class LoadWatch:
+    """Turns what engines report from time to time into loads. seen: adapter -> when an engine last ran requests while
+    holding it; waiting_since_s: engine -> since when a request has waited there.
+    """
+
+    seen: dict[str, float] = field(default_factory=dict)
+    waiting_since_s: dict[str, float] = field(default_factory=dict)
+
+    def load(
+        self, name: str, loaded: Sequence[str], *, slots: int, running: int, waiting: int, kv_share: float, now_s: float
+    ) -> EngineLoad:
+        """The load of one engine that reports these figures now. loaded: digests in its slots."""
+        if running:
+            self.seen |= dict.fromkeys(loaded, now_s)
+        if waiting:
+            self.waiting_since_s.setdefault(name, now_s)
+        else:
+            self.waiting_since_s.pop(name, None)
+        lately = frozenset(digest for digest in loaded if now_s - self.seen.get(digest, -inf) < ADAPTERS_SEEN_S)
+        waited_s = now_s - self.waiting_since_s.get(name, now_s)
+        return EngineLoad(name, lately, slots, waited_s, kv_share, running + waiting)
 
 
 @dataclass(frozen=True)

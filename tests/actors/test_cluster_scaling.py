@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.scaling import EngineLoad, ScalingLimits, ScalingState, decide
+from actors.scaling import EngineLoad, LoadWatch, ScalingLimits, ScalingState, decide
 
 LIMITS = ScalingLimits(min_engines=1, max_engines=3, up_s=5.0, down_s=60.0)
 IDLE = EngineLoad("e", slots=8)
@@ -110,3 +110,16 @@ def test_limits_that_cannot_work_are_refused() -> None:
         ScalingLimits(spare_share=1.0)
     with pytest.raises(ValueError, match="kv_share=0"):
         ScalingLimits(kv_share=0)
+
+
+def test_reports_become_loads_by_what_was_asked_for_lately_and_how_long_someone_waits() -> None:
+    watch = LoadWatch()
+
+    def load(now_s: float, loaded: str, running: int = 0, waiting: int = 0) -> EngineLoad:
+        return watch.load("e", list(loaded), slots=4, running=running, waiting=waiting, kv_share=0.5, now_s=now_s)
+
+    assert load(0.0, "ab") == EngineLoad("e", frozenset(), 4, 0.0, 0.5, 0)
+    assert load(1.0, "ab", running=2, waiting=1) == EngineLoad("e", frozenset("ab"), 4, 0.0, 0.5, 3)
+    assert load(4.0, "bc", running=1, waiting=1).waiting_s == 3.0
+    assert load(31.5, "abc") == EngineLoad("e", frozenset("bc"), 4, 0.0, 0.5, 0)  # a was asked for 30.5 s ago
+    assert load(34.0, "abc").adapters == frozenset()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from epilora.fairness.counters import TokenCounters, jain, service
+from epilora.fairness.turns import TurnQueue
 from epilora.serving.gate import FairGate
 
 
@@ -183,3 +184,13 @@ def test_arguments_are_checked() -> None:
     assert jain([1.0, 1.0, 1.0]) == pytest.approx(1.0)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
     assert jain([0.0, 0.0]) == 1.0
+
+
+def test_turns_without_an_event_loop() -> None:
+    turns: TurnQueue[str] = TurnQueue(1)
+    assert turns.enter("a", "a1", 10.0)
+    assert [turns.enter("a", "a2", 10.0), turns.enter("b", "b1", 4.0), turns.enter("b", "b2", 4.0)] == [False] * 3
+    assert (turns.leave("a", 2.0), turns.running) == (["b1"], 1)  # a has had 12; b began at the 10 it had then
+    turns.give_up("b", "b2")
+    assert (turns.leave("b", 0.0), turns.waiting, turns.counters.counter("a")) == (["a2"], 0, 22.0)
+    assert (turns.leave("a", 0.0), turns.running) == ([], 0)

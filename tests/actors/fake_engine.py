@@ -1,6 +1,7 @@
 """A stand-in for an engine in router tests: answers with text that spells which adapter it was asked for.
 
-`<first 8 of the digest or "base">:<n>` per token; slots, aborts, lengths and errors behave as the Engine protocol says.
+`<first 8 of the digest or "base">:<n>` per token; slots, aborts, lengths and errors behave as the Engine protocol says. A
+prompt that begins with "hold" gets its second token only after `release` of that prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class PlainFakeEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.live: dict[str, int] = {}
+        self.released: set[str] = set()
         self.load_s = 0.0
+        self.predicts: float | None = None
         self.applies = True
 
     async def info(self) -> EngineInfo:
@@ -105,6 +108,15 @@ class PlainFakeEngine:
             raise AdapterNotFound(f"adapter {request.adapter[:12]} is not loaded")
         return prompt
 
+    def _holds(self, request: GenerateRequest) -> bool:
+        prompt = request.prompt
+        held = isinstance(prompt, str) and prompt.startswith("hold") and prompt not in self.released
+        return held and request.request_id not in self.aborted
+
+    async def release(self, prompt: str) -> None:
+        """Requests with this prompt, which begins with "hold", go on."""
+        self.released.add(prompt)
+
     async def stream(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         prompt = self._check(request)
         if request.prompt == "die":
@@ -117,6 +129,8 @@ class PlainFakeEngine:
         try:
             for index in range(request.sampling.max_tokens):
                 await asyncio.sleep(self._token_s)
+                while index == 1 and self._holds(request):
+                    await asyncio.sleep(0.005)
                 if request.request_id in self.aborted:
                     return
                 if request.prompt == "die later" and index == 2:
@@ -138,6 +152,8 @@ class PlainFakeEngine:
         finally:
             self.running.discard(request.request_id)
             self.live[key] -= 1
+            if not self.live[key]:
+                del self.live[key]
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         return list(await asyncio.gather(*(self._one(request) for request in requests)))
@@ -160,6 +176,16 @@ class PlainFakeEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted.extend(request_ids)
+
+    async def score(self, sequences: Sequence[Any], adapter: str | None) -> list[list[float]]:
+        shift = int(adapter[:6], 16) / (1 << 24) if adapter and self.applies else 0.0
+        return [[-0.5 - shift] * len(completion) for _, completion in sequences]
+
+    async def predict(self, version: AdapterVersion, tensors: Any, sequences: Sequence[Any]) -> Any:
+        """The trainer beside it, if `predicts` was set: the change of log p it computes."""
+        if self.predicts is None:
+            return None
+        return [[-0.5] * len(c) for _, c in sequences], [[-0.5 + self.predicts] * len(c) for _, c in sequences]
 
     async def seen(self) -> dict[str, Any]:
         """For assertions: loads in order, aborted and running request ids."""

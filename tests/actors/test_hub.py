@@ -142,18 +142,24 @@ def test_limits_hold_over_both_replicas(served: Served) -> None:
 
 def test_concurrency_holds_over_both_and_is_given_back(served: Served) -> None:
     with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda _: served.ask("narrow", max_tokens=60), range(6)))
-    assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429, 429]
-    served.wait(lambda: served.ask("narrow").status_code == 200, 10)
+        asked = [pool.submit(served.ask, "narrow", prompt="hold narrow", max_tokens=2) for _ in range(6)]
+        served.wait(lambda: sum(future.done() for future in asked) >= 4)
+        for engine in served.engines:
+            ray.get(engine.release.remote("hold narrow"), timeout=30)
+    assert sorted(future.result().status_code for future in asked) == [200, 200, 429, 429, 429, 429]
+    served.wait(lambda: served.ask("narrow").status_code == 200)
 
 
 def test_a_drain_reaches_both_replicas(served: Served) -> None:
     answer = httpx.post(f"{served.admin}/v1/engines/drain", json={"engine": "one"}, headers=ADMIN)
     assert answer.json()["draining"] is True
-    time.sleep(2.5)  # the replicas learn it from their next report
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: served.ask("acme"), range(24)))
-    assert {answer.headers["x-epilora-engine"] for answer in answers} == {"two"}
+
+    def engines_of_24() -> set[str]:
+        with ThreadPoolExecutor(8) as pool:
+            return {answer.headers["x-epilora-engine"] for answer in pool.map(lambda _: served.ask("acme"), range(24))}
+
+    served.wait(lambda: engines_of_24() == {"two"})  # the replicas learn it from their next reports
+    assert engines_of_24() == {"two"}  # both have
     httpx.post(f"{served.admin}/v1/engines/drain", json={"engine": "one", "drain": False}, headers=ADMIN)
 
 

@@ -330,16 +330,17 @@ def test_more_adapters_than_slots_swap_and_full_slots_are_503(served: Served) ->
             assert answer.system_fingerprint == version.digest
     with ThreadPoolExecutor(2) as pool:
         long = [
-            pool.submit(client.completions.create, model=version.name, prompt="hi", max_tokens=60)
+            pool.submit(client.completions.create, model=version.name, prompt="hold slots", max_tokens=2)
             for version in versions[:2]
         ]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while len(served.seen()["running"]) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(model="swap2", prompt="hi", max_tokens=1)
         assert caught.value.status_code == 503
         assert error_of(caught)["code"] == "no_free_slot"
+        ray.get(served.engine.release.remote("hold slots"), timeout=30)
         for version, future in zip(versions[:2], long, strict=True):
             assert future.result(30).choices[0].text.startswith(version.digest[:8])
 
@@ -359,15 +360,24 @@ def test_many_clients_load_one_version_once(served: Served) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_rows(served: Served, stream: bool) -> None:
     before = len(served.seen()["aborted"])
-    body = {"model": "tiny", "prompt": "hi", "max_tokens": 60, "stream": stream, "n": 2}
+    body = {"model": "tiny", "prompt": "hold left", "max_tokens": 9, "stream": stream, "n": 2}
     headers = {"Authorization": "Bearer tml-acme-key"}
-    if stream:
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, headers=headers) as answer:
-            next(answer.iter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=0.2)
-    deadline = time.monotonic() + 10
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+            request = client.build_request("POST", f"{served.url}/v1/completions", json=body, headers=headers)
+            asking = asyncio.create_task(client.send(request, stream=stream))
+            deadline = time.monotonic() + 30
+            while len(served.seen()["running"]) < 2 and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            if stream:
+                answer = await asking
+                assert answer.status_code == 200
+                await anext(answer.aiter_lines())
+            asking.cancel()
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         seen = served.seen()
         if len(seen["aborted"]) >= before + 2 and not seen["running"]:
@@ -494,7 +504,7 @@ def test_a_dead_engine_is_an_error_and_its_successor_serves(served: Served) -> N
     successor, deadline = None, time.monotonic() + 30
     while successor is None and time.monotonic() < deadline:
         try:
-            successor = FakeEngine.options(name="base", namespace="epilora", max_concurrency=1000).remote()
+            successor = FakeEngine.options(name="base", namespace="epilora", max_concurrency=1000).remote(token_s=0.01)
         except ValueError:
             time.sleep(0.2)
     assert successor is not None
@@ -513,7 +523,10 @@ def test_the_serving_benchmarks_driver_runs_a_trace_through_the_router(served: S
     common = {"vocabulary": 32, "api_key": "tml-acme-key"}
     outcomes, seconds = asyncio.run(run_trace(f"{served.url}/v1", rows, ["tiny", "traced"], **common))
     assert [outcome.tokens for outcome in outcomes] == [3] * 6
-    assert all(outcome.ttft_ms > 10 and outcome.tpot_ms > 5 for outcome in outcomes)  # the engine takes 10 ms a token
+    ends_ms = [
+        outcome.ttft_ms + 2 * outcome.tpot_ms for outcome in outcomes
+    ]  # chunks may meet on the way, the end stays
+    assert min(ends_ms) >= 29.9  # the engine takes 10 ms a token
     assert seconds > rows[-1][0]
     with pytest.raises(PeerError, match=r"status 404: .*nothing"):
         asyncio.run(run_trace(f"{served.url}/v1", rows[:2], ["nothing"], **common))

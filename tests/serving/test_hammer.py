@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.router_soak import run_soak, slope
+from benchmarks.router_soak import flatness, run_soak, slope
 
 ALLOWED = {"no_free_slot", "engine_unavailable"}
 
 
 def check(row: dict) -> None:
-    assert row["mixed"] == 0  # every answer carries the watermark of one version of the adapter that was asked for
+    assert (
+        row["mixed"] == 0
+    )  # every answer carries the watermark of one version of the adapter that its tenant asked for
+    assert row["lost"] == 0
     assert row["left_running"] == 0
     assert set(row["refusals"]) <= ALLOWED, row["refusals"]
     assert row["answers"] + row["streams"] > 10 * row["refused"]
@@ -35,6 +38,15 @@ def test_a_hammer_of_minutes() -> None:
 def test_the_slope_is_per_hour() -> None:
     assert slope([(0.0, 10.0), (1800.0, 12.0), (3600.0, 14.0)]) == pytest.approx(4.0)
     assert slope([]) == 0.0
+
+
+def test_flat_is_the_last_quarter_against_the_second() -> None:
+    def curve(last: float) -> list[tuple[float, float]]:
+        return [(float(at), 50.0 if at < 25 else 100.0 if at < 75 else last) for at in range(100)]
+
+    assert flatness(curve(101.0), 100.0) == {"second_quarter_mib": 100.0, "last_quarter_mib": 101.0, "flat": True}
+    assert flatness(curve(101.1), 100.0)["flat"] is False
+    assert flatness([(1.0, 10.0)], 100.0)["flat"] is False
 
 
 def test_a_watermark_that_is_not_the_versions_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ray import serve
 
 from actors.ports import build_core
 from actors.responses import http_app
+from epilora import log
 from epilora.serving.ledger import Ledger
 from epilora.serving.limits import RateLimited
 from epilora.serving.reports import Family, MergedMetrics
@@ -39,6 +40,7 @@ class RouterHub:
     """args: see `actors.router.build_app`."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
+        log.setup(json_lines=True)
         self._merged = MergedMetrics()
         self._ledger = Ledger()
         self._core = build_core(args, role="admin", merged=self._merged)

@@ -11,27 +11,26 @@ router: it answers 503 on /ready until they do. This process imports neither tor
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi import Request as HttpRequest
 from ray import serve
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from actors.hub import RouterHub
 from actors.hub_client import HubLimits
-from actors.ports import NAMESPACE, RayEngine, build_core, pool_starts
+from actors.ports import NAMESPACE, POOL, ActorPort, RayEngine, build_core
 from actors.responses import from_http, to_response
+from epilora import log
 from epilora.serving.ports import EngineGone
 from epilora.serving.tenants import TenantRegistry, tenant_from_dict
 
 REPORT_S = 1.0
 logger = logging.getLogger(__name__)
-
-app = FastAPI(title="EpiLoRA", openapi_url=None)
 
 
 @serve.deployment(
@@ -41,11 +40,11 @@ app = FastAPI(title="EpiLoRA", openapi_url=None)
     graceful_shutdown_timeout_s=60,  # what is streaming may end; then Serve stops the replica
     logging_config={"enable_access_log": False},
 )
-@serve.ingress(app)
 class CoServingRouter:
     """One replica of the router. args: see `build_app`. hub: handle of the RouterHub, None if there is none."""
 
     def __init__(self, args: Mapping[str, Any], hub: Any = None) -> None:
+        log.setup(json_lines=True)
         self._hub, self._name = hub, uuid.uuid4().hex
         several = hub is not None and int(args["replicas"]) > 1
         self._core = build_core(
@@ -54,15 +53,18 @@ class CoServingRouter:
             limits=HubLimits(hub, self._name) if several else None,
         )
         self._bases, self._namespace = tuple(args["engines"]), args.get("namespace", NAMESPACE)
+        self._pool = ActorPort(POOL, self._namespace)
         self._following = asyncio.get_running_loop().create_task(self._follow())
         if hub is not None:
             self._reporting = asyncio.get_running_loop().create_task(self._report())
+        gc.collect()
+        gc.freeze()  # or a full collection walks over all that the imports made while every request waits
 
     async def _follow(self) -> None:
         """Every second: the engines are those that the pool runs for the configured bases. Without a pool they stay."""
         while True:
             try:
-                starts = await asyncio.wait_for(pool_starts(self._bases, self._namespace), 10.0)
+                starts = await asyncio.wait_for(self._pool.ask("starts", list(self._bases)), 10.0)
                 self._core.fleet.follow(starts, lambda name: RayEngine(name, self._namespace))
             except EngineGone:
                 pass  # engines without a pool: tests, and servers that start their own
@@ -80,8 +82,7 @@ class CoServingRouter:
                 logger.warning("no report to the hub: %s: %s", type(err).__name__, err)
             await asyncio.sleep(REPORT_S)
 
-    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"], include_in_schema=False)
-    async def serve_request(self, request: HttpRequest) -> Response:
+    async def __call__(self, request: HttpRequest) -> Response:
         reply = await self._core.handle(await from_http(request))
         reply.headers.pop("x-request-id", None)  # Serve's proxy sets it itself
         return to_response(reply)

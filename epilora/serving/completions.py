@@ -7,6 +7,7 @@ check the body -> resolve the model name -> limits -> a fair turn -> choose an e
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from .catalog import Catalog
 from .fleet import Fleet, FleetEngine
 from .gate import FairGate
 from .limits import Limits
-from .messages import Reply, bounded, error_reply, wrong_adapter
+from .messages import Reply, api_error, bounded, wrong_adapter
 from .metrics import ServingMetrics
 from .openai_api import ApiError, Call, Identity, TokenLogprob
 from .ports import EngineGone
@@ -34,6 +35,7 @@ from .tenants import TenantConfig
 from .tool_calls import parse_tool_calls
 
 MAX_RELOADS = 5
+logger = logging.getLogger(__name__)
 
 
 class Completions:
@@ -55,10 +57,10 @@ class Completions:
         self._token_texts: dict[tuple[str, int], str] = {}
         self.running = 0
 
-    async def answer(self, tenant: TenantConfig, body: bytes, *, chat: bool) -> Reply:
-        """Answer /v1/chat/completions or /v1/completions, whole or as a stream."""
+    async def answer(self, tenant: TenantConfig, body: bytes, *, chat: bool, request_id: str = "") -> Reply:
+        """Answer /v1/chat/completions or /v1/completions, whole or as a stream. request_id: the HTTP request's."""
         started = self._clock()
-        status, adapter = 500, "unknown"
+        status, adapter, code = 500, "unknown", None
         try:
             data = wire.parse_json(body)
             call = wire.parse_chat(data) if chat else wire.parse_completion(data)
@@ -69,7 +71,7 @@ class Completions:
             info = await self._fleet.any_info()
             version = await self._catalog.resolve(call.model, tenant, info)
             adapter = version.name if version else "base"
-            ticket = Ticket(await self._limits.admit(tenant, call.estimated_tokens))
+            ticket = Ticket(await self._limits.admit(tenant, call.estimated_tokens), request_id)
             self.running += 1
             try:
                 await self._take_turn(ticket, tenant, call)
@@ -84,18 +86,22 @@ class Completions:
             status = 499
             raise
         except Exception as err:
-            status = error_reply(err).status
+            refusal = api_error(err)
+            status, code = refusal.status, refusal.code
             raise
         finally:
             self._metrics.finished(tenant.name, adapter, status)
+            if status != 200:  # answered ones are logged when they end
+                fields = {"request_id": request_id, "tenant": tenant.name, "adapter": adapter, "status": status}
+                ms = round((self._clock() - started) * 1e3, 2)
+                logger.info("completion", extra={"fields": {**fields, "code": code, "ms": ms}})
 
     async def _take_turn(self, ticket: Ticket, tenant: TenantConfig, call: Call) -> None:
         """Wait until it is this tenant's turn. Raises ApiError 429 if too many wait already, or for too long."""
         start = self._clock()
         try:
-            ticket.turn = await asyncio.wait_for(
-                self.gate.enter(tenant.name, call.estimated_tokens, tenant.weight), self._config.timeouts.queue_s
-            )
+            async with asyncio.timeout(self._config.timeouts.queue_s):
+                ticket.turn = await self.gate.enter(tenant.name, call.estimated_tokens, tenant.weight)
         except (asyncio.QueueFull, TimeoutError) as err:
             raise ApiError(
                 429,
@@ -104,7 +110,8 @@ class Completions:
                 code="queue_full",
                 headers={"retry-after": "5"},
             ) from err
-        self._metrics.queued(tenant.name, self._clock() - start)
+        ticket.queued_s = self._clock() - start
+        self._metrics.queued(tenant.name, ticket.queued_s)
 
     def _release(self, ticket: Ticket, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
         """Give back what the request held; once, however it ended."""
@@ -257,6 +264,7 @@ class Completions:
         return self._clock() - job.started_s
 
     def broken(self, job: Job) -> None:
+        job.broken = True
         self._metrics.broken(job.tenant.name, job.adapter_name)
 
     def end(self, job: Job, tpot_s: float | None) -> None:
@@ -266,6 +274,28 @@ class Completions:
         self._metrics.tokens(tenant, adapter, job.prompt_tokens, job.completion_tokens)
         job.ticket.lease.settle(job.prompt_tokens + job.completion_tokens)
         self._release(job.ticket, job.prompt_tokens, job.completion_tokens)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("completion", extra={"fields": self._line(job)})
+
+    def _line(self, job: Job) -> dict[str, Any]:
+        """What the log says of an answered request. id: what the client sees in the answer, and engines' logs carry."""
+        return {
+            "request_id": job.ticket.request_id,
+            "id": job.identity.id,
+            "tenant": job.tenant.name,
+            "adapter": job.adapter_name,
+            "version": job.version.version if job.version else None,
+            "digest": job.identity.fingerprint[:12],
+            "engine": job.engine.port.name,
+            "status": 200,
+            "stream": job.call.stream,
+            "broken": job.broken,
+            "queue_ms": round(job.ticket.queued_s * 1e3, 2),
+            "ttft_ms": None if job.first_s is None else round(job.first_s * 1e3, 2),
+            "ms": round(self.since(job) * 1e3, 2),
+            "prompt_tokens": job.prompt_tokens,
+            "completion_tokens": job.completion_tokens,
+        }
 
     async def logprobs(self, job: Job, piece: Completion | TokenChunk) -> list[TokenLogprob] | None:
         """Tokens as text with their log-probabilities; None if the request asked for none."""

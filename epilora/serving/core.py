@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 
 from epilora.errors import Unauthorized
@@ -39,6 +38,14 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Reply]]
 ROLES = ("both", "tenants", "admin")
+UNLOGGED = {
+    "/health",
+    "/ready",
+    "/metrics",
+    "/v1/state",
+    "/v1/completions",
+    "/v1/chat/completions",
+}  # the last two log themselves
 
 
 class ServingCore:
@@ -65,7 +72,7 @@ class ServingCore:
     ) -> None:
         self.config = config or CoreConfig()
         self.metrics = metrics or ServingMetrics()
-        self._store, self._registry = store, registry
+        self._store, self._registry, self._clock = store, registry, clock
         self._admins = admin_registry or TenantRegistry()
         self._refresh_tenants = refresh_tenants
         self.fleet = Fleet(engines, store, config=self.config, metrics=self.metrics, clock=clock)
@@ -111,7 +118,7 @@ class ServingCore:
 
     async def handle(self, request: Request) -> Reply:
         """Answer one request. Errors come back as replies in OpenAI's shape; only cancellation propagates."""
-        request_id = request.headers.get("x-request-id", "")[:128] or uuid.uuid4().hex
+        started, request_id = self._clock(), request.request_id
         try:
             reply = await self._route(request)(request)
         except asyncio.CancelledError:
@@ -119,8 +126,13 @@ class ServingCore:
         except Exception as err:
             reply = error_reply(err)
             if reply.status >= 500:
-                logger.warning("request %s %s failed: %s: %s", request_id, request.path, type(err).__name__, err)
+                fields = {"request_id": request_id, "path": request.path, "status": reply.status}
+                logger.warning("failed: %s: %s", type(err).__name__, err, extra={"fields": fields})
         reply.headers.setdefault("x-request-id", request_id)
+        if request.path not in UNLOGGED or reply.status == 401:
+            fields = {"request_id": request_id, "method": request.method, "path": request.path[:256]}
+            ms = round((self._clock() - started) * 1e3, 2)
+            logger.info("request", extra={"fields": {**fields, "status": reply.status, "ms": ms}})
         return reply
 
     def _route(self, request: Request) -> Handler:
@@ -221,10 +233,12 @@ class ServingCore:
         return Reply(200, await self.catalog.versions(request.query.get("name", ""), tenant))
 
     async def _completions(self, request: Request) -> Reply:
-        return await self.completions.answer(self._authenticate(request), request.body, chat=False)
+        tenant = self._authenticate(request)
+        return await self.completions.answer(tenant, request.body, chat=False, request_id=request.request_id)
 
     async def _chat(self, request: Request) -> Reply:
-        return await self.completions.answer(self._authenticate(request), request.body, chat=True)
+        tenant = self._authenticate(request)
+        return await self.completions.answer(tenant, request.body, chat=True, request_id=request.request_id)
 
     async def _audit(self, request: Request) -> Reply:
         """Audit rows after `?after_id=`."""

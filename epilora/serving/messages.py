@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from epilora.errors import AdapterNotFound, AdapterRejected, BaseMismatch, NoFreeSlot, PromptTooLong, Unauthorized
@@ -25,6 +27,11 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     query: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def request_id(self) -> str:
+        """The caller's `x-request-id`, or one made up."""
+        return self.headers.get("x-request-id", "")[:128] or uuid.uuid4().hex
 
 
 class EventStream:
@@ -56,7 +63,8 @@ class Reply:
 async def bounded(awaitable: Awaitable[_T], what: str, seconds: float) -> _T:
     """Wait at most `seconds`. Raises ApiError 504 naming `what` did not answer."""
     try:
-        return await asyncio.wait_for(awaitable, seconds)
+        async with asyncio.timeout(seconds):  # no task of its own, as `wait_for` makes one
+            return await awaitable
     except TimeoutError:
         raise ApiError(
             504, f"{what} did not answer within {seconds:g} s", type="server_error", code="timeout"

@@ -16,11 +16,16 @@ from .tool_calls import ToolCallStream
 
 @dataclass
 class Ticket:
-    """What an admitted request holds until it ends: its limits and, once it is its turn, a place at the engines."""
+    """What an admitted request holds until it ends: its limits and, once it is its turn, a place at the engines.
+
+    queued_s: how long it waited for that. request_id: the HTTP request's, for the log.
+    """
 
     lease: AnyLease
+    request_id: str = ""
     turn: Turn | None = None
     open: bool = True
+    queued_s: float = 0.0
 
 
 @dataclass
@@ -39,6 +44,7 @@ class Job:
     last_s: float | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    broken: bool = False  # a stream that ended with an error event
     unfinished: dict[str, FleetEngine] = field(default_factory=dict)  # engine request id -> where it runs
     tool_streams: dict[int, ToolCallStream] = field(default_factory=dict)
 

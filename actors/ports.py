@@ -6,8 +6,9 @@ through this process.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from epilora.errors import EngineDead
 from epilora.serving.core import ServingCore
 from epilora.serving.limits import Limits
-from epilora.serving.ports import EngineGone
+from epilora.serving.ports import EngineGone, TokenPair
 from epilora.serving.reports import MergedMetrics
 from epilora.serving.settings import CoreConfig, Timeouts
 from epilora.serving.tenants import TenantConfig, TenantFile, TenantRegistry, tenant_from_dict
@@ -46,6 +47,8 @@ class ActorPort:
         return self._handle
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._handle is None:
+            await asyncio.to_thread(self.handle)  # asks Ray's control service, which may be slow to answer
         reference: Awaitable[Any] = getattr(self.handle(), method).remote(*args, **kwargs)
         try:
             return await reference
@@ -76,15 +79,17 @@ class RayEngine(ActorPort):
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if method in ("info", "generate", "load_adapter", "render_chat"):
-            self._wake_if_gone()
+            await self._wake_if_gone()
         return await super().ask(method, *args, **kwargs)
 
-    def _wake_if_gone(self) -> None:
+    async def _wake_if_gone(self) -> None:
+        if self._handle is not None:
+            return
         try:
-            self.handle()
+            await asyncio.to_thread(self.handle)
         except EngineGone:
             try:
-                pool = ray.get_actor(POOL, namespace=self._namespace)
+                pool = await asyncio.to_thread(ray.get_actor, POOL, namespace=self._namespace)
             except ValueError:
                 return
             if self._waking is None or ray.wait([self._waking], timeout=0)[0]:
@@ -100,7 +105,7 @@ class RayEngine(ActorPort):
         return await self.ask("generate", list(requests))
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        self._wake_if_gone()
+        await self._wake_if_gone()
         try:
             chunks = self.handle().stream.options(num_returns="streaming").remote(request)
             async for reference in chunks:
@@ -110,6 +115,20 @@ class RayEngine(ActorPort):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.ask("abort", list(request_ids))
+
+    async def score(self, sequences: Sequence[TokenPair], adapter: str | None) -> list[list[float]]:
+        return await self.ask("score", list(sequences), adapter)
+
+    async def predict(
+        self, version: AdapterVersion, tensors: Callable[[], Any], sequences: Sequence[TokenPair]
+    ) -> tuple[list[list[float]], list[list[float]]] | None:
+        """By the trainer that the pool started beside the base of this engine's name."""
+        try:
+            request = await ActorPort(POOL, self._namespace).ask("known", self.name)
+        except (EngineGone, ValueError):
+            return None  # no pool, or an engine without a trainer of its own
+        trainer = ActorPort(request.trainer_name, self._namespace)
+        return await trainer.ask("predict", version.spec, tensors(), list(sequences))
 
     async def load_adapter(self, version: AdapterVersion, tensors: Any) -> LoadReceipt:
         return await self.ask("load_adapter", version, tensors)
@@ -195,12 +214,3 @@ def build_core(
         limits=limits,
         merged=merged,
     )
-
-
-async def pool_starts(bases: Sequence[str], namespace: str) -> dict[str, str]:
-    """Engines that the pool runs for `bases`: name -> which start of it. A base the pool does not know counts as it is named.
-
-    Raises EngineGone if there is no pool or it cannot be reached.
-    """
-    starts: dict[str, str] = await ActorPort(POOL, namespace).ask("starts", list(bases))
-    return starts

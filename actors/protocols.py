@@ -146,6 +146,12 @@ class Trainer(Protocol):
         self, session: str | None, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     ) -> list[list[float]]: ...
 
+    def predict(
+        self, spec: AdapterSpec, tensors: Tensors, sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """`logprobs` under the base and under an adapter that is no session's."""
+        ...
+
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]: ...
 
     def adapter_and_digest(self, session: str) -> tuple[AdapterSpec, dict[str, Any], str]:

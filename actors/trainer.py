@@ -59,6 +59,14 @@ class TrainerActor:
     ) -> list[list[float]]:
         return self._call(self._trainer.logprobs, session, sequences)
 
+    def predict(
+        self,
+        spec: AdapterSpec,
+        tensors: Mapping[str, Any],
+        sequences: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        return self._call(self._trainer.predict, spec, tensors, sequences)
+
     def adapter(self, session: str) -> tuple[AdapterSpec, dict[str, Any]]:
         return self._call(self._trainer.adapter, session)
 

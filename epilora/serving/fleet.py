@@ -1,14 +1,15 @@
 """The engines behind a router: which are up, which versions each holds, and how a version gets into one.
 
 A version is loaded into an engine once however many ask for it, and used only if the engine read back from the slot
-what was to lie there and a probe shows that the engine computes with it (probe.py).
+what was to lie there and a probe shows that the engine computes with it (probe.py). Where a trainer is resident, it is
+asked in the background what the version must change; one that does not is taken out of service.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from .messages import bounded
 from .metrics import ServingMetrics
 from .openai_api import ApiError
 from .ports import EngineGone, EnginePort, StorePort
-from .probe import Probe, difference, probe_from_dict, run_probe
+from .probe import PROMPT, Probe, confirm, difference, probe_from_dict, run_probe
 from .routing import Member, Roster
 from .settings import CoreConfig
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_REFUSED = 1000
 STATS_S = 2.0
 RETRY_SLOT_S = 0.02
+PREDICT_S = 900.0  # a trainer first ends the step it is at
 
 
 @dataclass(kw_only=True)
@@ -198,20 +200,21 @@ class Fleet(Roster[FleetEngine]):
                 type="server_error",
                 code="load_corrupt",
             )
-        changes = await bounded(self._probe(engine, version), f"probing {version.ref}", timeouts.load_s)
+        result = await bounded(self._probe(engine, version), f"probing {version.ref}", timeouts.load_s)
         detail = {
             "engine": engine.port.name,
             "slot": receipt.slot,
             "modules": receipt.modules,
             "readback_digest": receipt.readback_digest,
-            "probe_difference": changes,
+            "probe_difference": result["difference_from_base"],
         }
         note = self._store.call("note", "load", actor="router", ref=version, detail=detail)
         await bounded(note, "store (note)", timeouts.control_s)
+        self._in_background(self._confirm(engine, version, result))
         return receipt
 
-    async def _probe(self, engine: FleetEngine, version: AdapterVersion) -> float:
-        """Largest |delta log p| against the base on the fixed prompt. Raises ApiError if the version changes nothing.
+    async def _probe(self, engine: FleetEngine, version: AdapterVersion) -> dict[str, Any]:
+        """What the fixed prompt showed, as recorded. Raises ApiError if the version changes nothing.
 
         Recorded per version and base; on another base than it was trained on, with the drift from what it does there.
         """
@@ -235,7 +238,44 @@ class Fleet(Roster[FleetEngine]):
             home = await self._store.call("probe", version.digest, version.base_digest)
             result["drift"] = difference(found, probe_from_dict(home)) if home else None
         await self._store.call("record_probe", version.digest, info.base_digest, result, actor="router")
-        return changes
+        return result
+
+    async def _confirm(self, engine: FleetEngine, version: AdapterVersion, result: dict[str, Any]) -> None:
+        """Ask the resident trainer what the version changes and add it to the record; refuse a version that does not."""
+        port, digest = engine.port, version.digest
+        sequences = [(PROMPT, tuple(result["tokens"]))]
+        try:
+            asked = port.predict(version, lambda: self._store.tensors(digest), sequences)
+            predicted = await bounded(asked, f"the trainer beside {port.name}", PREDICT_S)
+            if predicted is None:
+                return
+            mine = [(await port.score(sequences, adapter))[0] for adapter in (None, digest)]
+            found = confirm((mine[0], mine[1]), (predicted[0][0], predicted[1][0]))
+        except (
+            Exception
+        ) as err:  # the trainer cannot hold this adapter, it or the engine went away, the slot was needed
+            logger.info("%s on %s: nothing was predicted: %s: %s", version.ref, port.name, type(err).__name__, err)
+            self._metrics.predicted("unknown")
+            return
+        self._metrics.predicted("held" if found.holds else "missed")
+        record = {**result, "prediction": found.as_dict()}
+        if not found.holds:
+            why = (
+                f"the trainer predicts changes of up to {found.predicted:.3g} nats on the probed tokens, the engine's differ"
+                f" from them by {found.error:.3g}, more than {found.allowed:.3g}"
+            )
+            logger.error("%s on %s: %s", version.ref, port.name, why)
+            if len(engine.refused) < MAX_REFUSED:
+                engine.refused[digest] = why
+            engine.resident.pop(digest, None)
+        try:
+            info = await self.info(engine)
+            await self._store.call("record_probe", digest, info.base_digest, record, actor="router")
+            if not found.holds:
+                await self._store.call("note", "refuse", actor="router", ref=version, detail=found.as_dict())
+                await port.unload_adapter(digest)
+        except Exception as err:
+            logger.warning("%s: what was predicted could not be recorded: %s: %s", version.ref, type(err).__name__, err)
 
     def forget(self, engine: FleetEngine, version: AdapterVersion | None, err: Exception) -> None:
         """The engine let a version go (it will be loaded again), or is gone itself."""
@@ -256,7 +296,14 @@ class Fleet(Roster[FleetEngine]):
             except Exception as err:
                 logger.warning("could not abort %s in engine %s: %s", request_id, engine.port.name, err)
 
-        task = asyncio.get_running_loop().create_task(abort())
+        self._in_background(abort())
+
+    async def settle(self) -> None:
+        """Wait for what runs in the background now: aborts, predictions."""
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 

@@ -47,6 +47,9 @@ class ServingMetrics:
             "epilora_adapter_load_seconds", "Adapter loads into a slot", buckets=_SECONDS, registry=self.registry
         )
         self._loads = Counter("epilora_adapter_loads", "Adapter loads by outcome", ["outcome"], registry=self.registry)
+        self._predictions = Counter(
+            "epilora_adapter_predictions", "Loads held against a resident trainer", ["outcome"], registry=self.registry
+        )
         self._slot_hits = Counter(
             "epilora_adapter_slot_hits", "Requests whose adapter was in a slot already", registry=self.registry
         )
@@ -95,6 +98,9 @@ class ServingMetrics:
         self._loads.labels(outcome).inc()
         if outcome == "ok":
             self._load.observe(seconds)
+
+    def predicted(self, outcome: str) -> None:
+        self._predictions.labels(outcome).inc()
 
     def engine(self, name: str, values: dict[str, float]) -> None:
         for what, value in values.items():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
+
+TokenPair = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and completion ids
 
 
 class EngineGone(Exception):
@@ -26,6 +28,17 @@ class EnginePort(Protocol):
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]: ...
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def score(self, sequences: Sequence[TokenPair], adapter: str | None) -> list[list[float]]: ...
+
+    async def predict(
+        self, version: AdapterVersion, tensors: Callable[[], Any], sequences: Sequence[TokenPair]
+    ) -> tuple[list[list[float]], list[list[float]]] | None:
+        """What the trainer beside this engine computes under (base, version); None if there is none.
+
+        tensors: gives what `load_adapter` takes, called only where there is a trainer.
+        """
+        ...
 
     async def load_adapter(self, version: AdapterVersion, tensors: Any) -> LoadReceipt: ...
 

@@ -4,6 +4,9 @@ The read-back digest proves which bytes lie in the slot; the probe proves that t
 whose greedy tokens and likeliest log-probabilities all equal the base's exactly is not applied, or changes nothing:
 either way, asking for it must not be answered by what is the base.
 
+Where a trainer is resident it says what the version must change (`Confirmation`): its own log-probabilities of the probed
+tokens under base and version, from the version's stored tensors.
+
 The prompt is token ids, so it needs no tokenizer: 3 to 18 are in every vocabulary with more than 18 tokens.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,8 @@ from .messages import wrong_adapter
 from .ports import EnginePort
 
 PROMPT = tuple(range(3, 19))
+SHARE = 0.25  # of the predicted change that may be missing
+NOISE = 4.0  # times what engine and trainer disagree by on the base
 SAMPLING = Sampling(max_tokens=4, temperature=0.0, logprobs=5, ignore_eos=True)
 
 
@@ -71,3 +76,41 @@ def difference(one: Probe, other: Probe) -> float:
         if mine != theirs:
             return largest
     return largest
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What a trainer predicts a version to change on the probed tokens, against what the engine changes (nats).
+
+    predicted: largest |change of log p| the trainer computes. error: largest |engine's change - trainer's|.
+    base_error: largest |engine's log p - trainer's| under the base, the two arithmetics' own distance.
+    """
+
+    predicted: float
+    error: float
+    base_error: float
+
+    @property
+    def allowed(self) -> float:
+        return SHARE * self.predicted + NOISE * self.base_error
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.allowed
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "allowed": self.allowed, "holds": self.holds}
+
+
+def confirm(
+    engine: tuple[Sequence[float], Sequence[float]], trainer: tuple[Sequence[float], Sequence[float]]
+) -> Confirmation:
+    """Each: log-probabilities of the same tokens under (base, version). Raises ValueError if their numbers differ."""
+    columns = list(zip(*engine, *trainer, strict=True))
+    return Confirmation(
+        predicted=max(abs(after - before) for _, _, before, after in columns),
+        error=max(
+            abs((mine_after - mine_before) - (after - before)) for mine_before, mine_after, before, after in columns
+        ),
+        base_error=max(abs(mine - theirs) for mine, _, theirs, _ in columns),
+    )

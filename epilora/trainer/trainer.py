@@ -8,6 +8,7 @@ a projection applies to which rows.
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -327,6 +328,20 @@ class LoraTrainer:
         with self._computing():
             logp, _ = self._logprobs_of(sequences, layout, pairs)
         return [part.tolist() for part in torch.split(logp, layout.lengths.tolist())]
+
+    def predict(
+        self, spec: AdapterSpec, tensors: Mapping[str, Any], sequences: Sequence[TokenPair]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """`logprobs` under the base and under an adapter that is no session's: what an engine that applies it must show.
+
+        tensors: PEFT keys, scaling not folded. Raises ValueError if they are not `spec`'s on this base.
+        """
+        session = f"predict-{uuid.uuid4().hex}"
+        self.open_adapter(session, spec, tensors)
+        try:
+            return self.logprobs(None, sequences), self.logprobs(session, sequences)
+        finally:
+            self.close_session(session)
 
     @torch.no_grad()
     def _logprobs_of(

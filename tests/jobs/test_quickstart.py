@@ -41,6 +41,10 @@ def test_the_run_goes_on_later_and_elsewhere(interrupted: Interrupted, cluster: 
     assert set(steps_published) == set(range(done + MORE_STEPS + 1))  # and no version
     kept = store.versions("acme-subtraction", owner="acme")
     assert [v.version for v in kept] == [1]  # the resumed run took up the tenant's adapter, it did not make another
+    probed = store.probe(kept[0].digest, kept[0].base_digest)
+    assert probed is not None
+    assert probed["prediction"]["holds"]  # the trainer computed what the adapter changes in the engine
+    assert probed["prediction"]["error"] < 1e-3 < probed["prediction"]["predicted"]
     result = json.loads((run / "result.json").read_text())
     assert result["checksum_equal"]
     assert result["base_read_only"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from epilora.serving.probe import Probe, difference, probe_from_dict
+from epilora.serving.probe import Confirmation, Probe, confirm, difference, probe_from_dict
 from epilora.serving.tenants import TenantConfig
 from epilora.types import GenerateRequest, TokenChunk
 from tests.actors.fake_engine import BASE_DIGEST, PlainFakeEngine
@@ -144,3 +144,72 @@ def test_difference_stops_where_the_continuations_part() -> None:
     assert difference(one, Probe((5, 6), (-0.1, -0.45), (((5, -0.1), (9, -3.5)), ()))) == pytest.approx(0.5)
     assert difference(one, Probe((9, 6), (-0.4, -9.0), (((9, -0.4), (5, -0.3)), ()))) == pytest.approx(2.6)
     assert difference(one, Probe((7, 6), (-0.1, -9.0), ((), ()))) == 0.0
+
+
+def test_what_the_trainer_predicts_is_recorded(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path)
+        version = parts.publish("tone", 1)
+        shift = int(version.digest[:6], 16) / (1 << 24)
+        parts.engines[0].predicts = -1.1 * shift  # the engine changes by -shift: a tenth less than the trainer says
+        assert (await parts.complete(model="tone")).status == 200
+        await parts.core.fleet.settle()
+        recorded = parts.store.store.probe(version.digest, BASE_DIGEST)
+        assert recorded is not None
+        prediction = recorded["prediction"]
+        assert prediction["holds"] is True
+        assert prediction["predicted"] == pytest.approx(1.1 * shift)
+        assert prediction["error"] == pytest.approx(0.1 * shift)
+        assert recorded["difference_from_base"] == pytest.approx(shift)
+        assert 'epilora_adapter_predictions_total{outcome="held"} 1.0' in parts.core.metrics.render().decode()
+        assert (await parts.complete(model="tone")).status == 200
+
+    run(scenario())
+
+
+def test_a_version_that_changes_something_else_than_predicted_is_taken_out(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path)
+        version = parts.publish("tone", 1)
+        shift = int(version.digest[:6], 16) / (1 << 24)
+        parts.engines[0].predicts = -2 * shift  # as if the engine had left out a scaling of 2
+        await parts.complete(model="tone")  # 200 if the trainer takes its time, as one that trains does
+        await parts.core.fleet.settle()
+        reply = await parts.complete(model="tone")
+        assert (reply.status, error(reply)["code"]) == (409, "adapter_not_applied")
+        assert "the trainer predicts changes of up to" in error(reply)["message"]
+        assert not parts.engines[0].loaded
+        (row,) = audit(parts, "refuse")
+        assert (row.digest, row.detail["holds"]) == (version.digest, False)
+        assert 'epilora_adapter_predictions_total{outcome="missed"} 1.0' in parts.core.metrics.render().decode()
+
+    run(scenario())
+
+
+def test_a_trainer_that_cannot_say_changes_nothing(tmp_path: Path) -> None:
+    class Busy(PlainFakeEngine):
+        async def predict(self, version: Any, tensors: Any, sequences: Any) -> Any:
+            raise ValueError("session 'predict': tensors missing ['m.lora_A']")
+
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Busy()])
+        parts.publish("tone", 1)
+        for _ in range(2):
+            assert (await parts.complete(model="tone")).status == 200
+            await parts.core.fleet.settle()
+        assert 'epilora_adapter_predictions_total{outcome="unknown"} 1.0' in parts.core.metrics.render().decode()
+
+    run(scenario())
+
+
+def test_confirmation_by_hand() -> None:
+    found = confirm(([-1.0, -2.0], [-1.5, -2.25]), ([-1.01, -2.0], [-1.61, -2.25]))
+    assert found.predicted == pytest.approx(0.6)
+    assert found.error == pytest.approx(0.1)
+    assert found.base_error == pytest.approx(0.01)
+    assert found.allowed == pytest.approx(0.25 * 0.6 + 4 * 0.01)
+    assert found.holds
+    assert not Confirmation(0.6, 0.16, 0.0).holds
+    assert Confirmation(0.0, 0.04, 0.01).holds
+    with pytest.raises(ValueError, match="zip"):
+        confirm(([-1.0], [-1.5]), ([-1.0, -2.0], [-1.0, -2.0]))

@@ -496,3 +496,18 @@ def test_a_session_takes_up_an_adapter(trainer: LoraTrainer) -> None:
         trainer.open_adapter("bad", spec, tensors | {name: value[:1]})
     with pytest.raises(ValueError, match="no session 'bad'"):
         trainer.state("bad")
+
+
+def test_what_an_adapter_would_change_is_predicted_from_its_tensors_alone(trainer: LoraTrainer) -> None:
+    trainer.open_session("s", SPEC, ADAM, seed=1)
+    for _ in range(3):
+        trainer.train_sft("s", sequences())
+    spec, tensors = trainer.adapter("s")
+    base, changed = trainer.predict(spec, tensors, sequences())
+    assert base == trainer.logprobs(None, sequences())
+    assert changed == trainer.logprobs("s", sequences()) != base
+    doubled = AdapterSpec(spec.rank, 2 * spec.alpha, spec.target_modules)
+    assert trainer.predict(doubled, tensors, sequences())[1] != changed
+    with pytest.raises(ValueError, match="tensors missing"):
+        trainer.predict(spec, dict(list(tensors.items())[1:]), sequences())
+    assert sorted(trainer._sessions) == ["s"]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,6 +29,9 @@ class Breaks(PlainFakeEngine):
             if request.prompt == "break":
                 raise EngineGone("died")
 
+    async def predict(self, version: Any, tensors: Any, sequences: Any) -> Any:
+        raise ValueError("a trainer that cannot hold this adapter")
+
 
 async def scraped(root: Path) -> str:
     parts = Parts(root, engines=[Breaks(slots=1)])
@@ -37,6 +41,7 @@ async def scraped(root: Path) -> str:
         await parts.complete(**fields)
     for prompt in ("hi", "break"):
         await events(await parts.complete(stream=True, max_tokens=3, prompt=prompt))
+    await parts.core.fleet.settle()
     reply = await parts.ask("/metrics")
     assert isinstance(reply.body, bytes)
     return reply.body.decode()

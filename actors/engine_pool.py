@@ -33,6 +33,7 @@ from actors.launch import (
     clear,
     group_name,
     kill,
+    replace_trainer,
     start_engine,
     stop_engine,
 )
@@ -121,9 +122,11 @@ class EnginePool:
         try:
             async with self._alone(base, timeout_s):
                 first = base.engines[0] if base.engines else None
-                if first is not None and not await self._lives(first):
-                    logger.warning("base %s lost its engine or trainer; starting it again", request.name)
+                if first is not None and not await self._lives(first.engine.stats):
+                    logger.warning("base %s lost its engine; starting it again", request.name)
                     await self._stop(base, first)
+                elif first is not None and not await self._lives(first.trainer.ready):
+                    await self._renew_trainer(base, first)
                 if not base.engines:
                     base.request = request
                     await self._start_first(base, timeout_s)
@@ -256,16 +259,25 @@ class EnginePool:
         finally:
             base.lock.release()
 
-    async def _lives(self, running: RunningEngine) -> bool:
-        """Whether engine and trainer answer; one that is merely busy lives."""
-        for call in (running.engine.stats, running.trainer.ready):
-            try:
-                await asyncio.wait_for(as_future(call.remote()), ANSWER_S)
-            except (RayError, EngineDead) as err:
-                if _means_death(err):
-                    return False
-            except TimeoutError:
-                logger.info("engine %s or its trainer is busy", running.name)
+    async def _renew_trainer(self, base: Base, running: RunningEngine) -> None:
+        """Another trainer beside an engine that lives. If that fails, the engine goes too, and both start again."""
+        logger.warning("base %s lost its trainer; starting another beside its engine", base.request.name)
+        try:
+            await replace_trainer(base.request, running, RESTART_S)
+        except Exception:
+            logger.exception(
+                "base %s: no trainer beside engine %s; starting both again", base.request.name, running.name
+            )
+            await self._stop(base, running)
+
+    async def _lives(self, call: Any) -> bool:
+        """Whether the actor of this method answers; one that is merely busy lives."""
+        try:
+            await asyncio.wait_for(as_future(call.remote()), ANSWER_S)
+        except (RayError, EngineDead) as err:
+            return not _means_death(err)
+        except TimeoutError:
+            logger.info("an actor that was asked whether it lives is busy")
         return True
 
     def _leased(self, name: str) -> bool:
@@ -296,7 +308,9 @@ class EnginePool:
         return task
 
     async def _look_at(self, base: Base) -> None:
-        """Stop what died, then scale; the first engine comes back by the policy's lower bound."""
+        """Stop engines that died, start another trainer for one that died alone, then scale; the first engine comes back by
+        the policy's lower bound.
+        """
         if base.lock.locked():
             return  # it is being started or stopped
         loads, dead = await self._loads(base)
@@ -305,6 +319,8 @@ class EnginePool:
                 logger.warning("engine %s died", running.name)
                 # The first one's trainer goes with it: it maps the dead engine's weights.
                 await self._stop(base, running)
+            for running in [e for e in base.engines if e.trainer is not None and _is_dead(e.trainer)]:
+                await self._renew_trainer(base, running)
             if any(running.name in base.draining for running in base.engines):
                 return
             name, now = base.request.name, time.monotonic()
@@ -320,9 +336,6 @@ class EnginePool:
         """What each engine reports, and which ones are dead. One that does not answer counts as busy."""
         loads, dead = [], []
         for running in list(base.engines):
-            if running.trainer is not None and _is_dead(running.trainer):
-                dead.append(running)
-                continue
             try:
                 stats = await asyncio.wait_for(as_future(running.engine.stats.remote()), ANSWER_S)
                 loads.append(self._load(base, running, stats))

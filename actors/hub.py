@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
     num_replicas=1,
     max_ongoing_requests=8192,
     ray_actor_options={"num_cpus": 0},
+    health_check_period_s=2,
     logging_config={"enable_access_log": False},
 )
 class RouterHub:

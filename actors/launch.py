@@ -143,38 +143,78 @@ async def _fill(
     request: BaseRequest, name: str, choice: Choice, group: PlacementGroup, started: list[Any], with_trainer: bool
 ) -> tuple[Any, Any, EngineInfo]:
     """Engine and trainer in `group`; every actor made is appended to `started` at once."""
-    common = {
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-    }
-    environment = dict(request.environment)
     await _names_free(name, *([request.trainer_name] if with_trainer else []))
     engine = EngineActor.options(
-        name=name, **common, runtime_env={"env_vars": environment}, **request.engine_options
+        name=name, **_common(group), runtime_env={"env_vars": dict(request.environment)}, **request.engine_options
     ).remote(request.engine_factory, {**request.engine_kwargs, "name": name, **choice.engine_kwargs})
     started.append(engine)
     if not with_trainer:
         return engine, None, await engine.ready.remote()
 
-    def start_trainer(extra: Mapping[str, str]) -> Any:
-        trainer = TrainerActor.options(
-            name=request.trainer_name,
-            **common,
-            runtime_env={"env_vars": {**environment, **extra}},
-            **request.trainer_options,
-        ).remote(request.trainer_factory, dict(request.trainer_kwargs))
-        started.append(trainer)
-        return trainer
-
-    needs_uuids = request.bundle.get("GPU", 0) > 0 and not request.trainer_options.get("num_gpus", 0)
-    trainer = None if needs_uuids else start_trainer({})  # both import their libraries at the same time
+    # Where the trainer takes no GPU of Ray's, it gets the engine's devices, known once the engine is up; elsewhere both import
+    # their libraries at the same time.
+    trainer = None if _needs_uuids(request) else _start_trainer(request, group, started, {})
     info = await engine.ready.remote()
     manifests = await engine.export_weights.remote()
     if trainer is None:
-        trainer = start_trainer({"CUDA_VISIBLE_DEVICES": ",".join(_uuids(name, manifests))})
+        trainer = _start_trainer(request, group, started, _devices(name, manifests))
     await trainer.attach.remote(manifests)
     return engine, trainer, info
+
+
+async def replace_trainer(request: BaseRequest, running: RunningEngine, timeout_s: float) -> None:
+    """Another trainer in the place of one that died, on the weights of its engine, which goes on serving meanwhile.
+
+    What the dead one may have left released of the engine's KV cache is restored. Raises TimeoutError after `timeout_s`, or
+    whatever engine or trainer raised; no trainer is left then.
+    """
+    kill(running.trainer)
+    started: list[Any] = []
+
+    async def start() -> Any:
+        await _names_free(request.trainer_name)
+        await running.engine.restore_kv.remote()
+        manifests = await running.engine.export_weights.remote()
+        devices = _devices(running.name, manifests) if _needs_uuids(request) else {}
+        trainer = _start_trainer(request, running.group, started, devices)
+        await trainer.attach.remote(manifests)
+        return trainer
+
+    try:
+        running.trainer = await asyncio.wait_for(start(), timeout_s)
+    except BaseException:
+        kill(*started)
+        raise
+
+
+def _start_trainer(
+    request: BaseRequest, group: PlacementGroup, started: list[Any], environment: Mapping[str, str]
+) -> Any:
+    """A trainer in the bundle, appended to `started`. environment: variables beside the request's own."""
+    trainer = TrainerActor.options(
+        name=request.trainer_name,
+        **_common(group),
+        runtime_env={"env_vars": {**request.environment, **environment}},
+        **request.trainer_options,
+    ).remote(request.trainer_factory, dict(request.trainer_kwargs))
+    started.append(trainer)
+    return trainer
+
+
+def _common(group: PlacementGroup) -> dict[str, Any]:
+    return {
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+    }
+
+
+def _needs_uuids(request: BaseRequest) -> bool:
+    return request.bundle.get("GPU", 0) > 0 and not request.trainer_options.get("num_gpus", 0)
+
+
+def _devices(name: str, manifests: Sequence[WeightManifest]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(_uuids(name, manifests))}
 
 
 async def _names_free(*names: str, patience_s: float = 20.0) -> None:

@@ -89,6 +89,11 @@ class Policy:
         """The version, once it is durable and the engine has been checked. Raises what publishing raised."""
         return await asyncio.shield(self._sealing)
 
+    async def abandon(self) -> None:
+        """Wait for no version any more."""
+        self._sealing.cancel()
+        await asyncio.gather(self._sealing, return_exceptions=True)
+
 
 def policy_name(run: str) -> str:
     """Of a run: its adapter's name, its trainer session and the holder of its pins."""
@@ -143,8 +148,16 @@ class RLLoop:
         self._retired: list[Policy] = []
         self._config_digest = config_digest(config)
 
-    async def start(self) -> None:
-        """Open the trainer's session, or take up the last checkpoint if the configuration says so."""
+    async def take_up_again(self, *, engine: Any, trainer: Any, store: Any) -> None:
+        """After a part died: go on at the last checkpoint, on the parts that stand in its place."""
+        self._engine, self._trainer, self._store = engine, trainer, store
+        for policy in [*self._retired, *([self.policy] if self.policy is not None else [])]:
+            await policy.abandon()
+        self._retired, self.policy = [], None
+        await self.start(resume=True)
+
+    async def start(self, *, resume: bool = False) -> None:
+        """Open the trainer's session, or take up the last checkpoint if the caller or the configuration says so."""
         info = await self._engine.info()
         self._base_digest, self._base_model = info.base_digest, info.model_name
         self._context_tokens = info.max_model_len
@@ -163,7 +176,7 @@ class RLLoop:
         }
         await self._trainer.close_session(self.session)
         await self._trainer.open_session(self.session, spec, optimizer, self.config.seed)
-        found = self._checkpoints.latest() if self.config.resume else None
+        found = self._checkpoints.latest() if resume or self.config.resume else None
         if found is None:
             await self._publish()
             await self._settle()

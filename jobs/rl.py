@@ -20,6 +20,7 @@ from jobs.command import job_main, prepare_run_dir
 from jobs.evaluation import evaluate, evaluate_sets
 from jobs.loop import RLLoop
 from jobs.recorder import Recorder
+from jobs.revival import train_through
 from jobs.system import System
 
 
@@ -43,7 +44,7 @@ async def run(config: JobConfig) -> dict[str, Any]:
         started_at = loop.step
         before = await _evaluate(system, task, None)
         try:
-            await loop.run()
+            revivals = await train_through(loop, system)
             assert loop.policy is not None
             after = await _evaluate(system, task, loop.policy.version.digest)
             sets = await evaluate_sets(system.engine, config.evaluation, loop.policy.version.digest, config.name)
@@ -55,6 +56,7 @@ async def run(config: JobConfig) -> dict[str, Any]:
             "name": config.name,
             "steps": loop.step,
             "resumed_at": started_at,
+            "revivals": revivals,
             "policy": loop.policy.version.ref,
             "policy_digest": loop.policy.version.digest,
             "eval_before": before,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ ENGINE_FACTORY = "epilora.plugin.engine:VllmEngine"
 ROUTER_APP = "router"
 TRAINER_FACTORY = "epilora.trainer.trainer:LoraTrainer"
 # Serve gives up on a proxy that has not started within 5 s and starts another, which makes a busy machine busier.
-WORKERS = {"env_vars": {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}}
+WORKERS = {
+    "env_vars": {
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.proxy:middlewares",
+    }
+}
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +182,31 @@ class System:
         if self._with_router:
             await asyncio.to_thread(self._start_router, store_root)
         self.info = await starting
+        self._connect_parts(request)
+
+    def _connect_parts(self, request: BaseRequest) -> None:
         self.engine = RemotePart(ray.get_actor(request.name, namespace=NAMESPACE))
         self.trainer = RemotePart(ray.get_actor(request.trainer_name, namespace=NAMESPACE))
         self.store = RemotePart(ray.get_actor("store", namespace=NAMESPACE))
+
+    async def revive(self) -> None:
+        """After a part died: wait until engine, trainer and store answer again, and take their new handles.
+
+        Raises TimeoutError after `ready_timeout_s`, or as the pool does.
+        """
+        request, _ = base_request(self.config)
+        timeout, start = self.config.ready_timeout_s, time.monotonic()
+        driver, session = ray.get_runtime_context().get_job_id(), policy_name(self.config.name)
+        while True:
+            try:
+                self.info = await self._pool.ensure(request, self.config.name, timeout, driver, session)
+                self._connect_parts(request)
+                await self.store.ready()
+                return
+            except ray.exceptions.RayActorError as err:  # the pool or the store is being started again
+                if time.monotonic() - start > timeout:
+                    raise TimeoutError(f"pool or store did not come back within {timeout:g} s") from err
+                await asyncio.sleep(0.5)
 
     def _start_router(self, store_root: Path) -> None:
         """Give this job's tenants new keys, and start the router unless one runs (it re-reads the tenants file)."""

@@ -68,7 +68,7 @@ class Completions:
                 raise ApiError(
                     429, "the server is full", type="rate_limit_error", code="full", headers={"retry-after": "1"}
                 )
-            info = await self._fleet.any_info()
+            info = await self._fleet.once_up(self._fleet.any_info)
             version = await self._catalog.resolve(call.model, tenant, info)
             adapter = version.name if version else "base"
             ticket = Ticket(await self._limits.admit(tenant, call.estimated_tokens), request_id)

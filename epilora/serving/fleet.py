@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from epilora.errors import AdapterNotFound, NoFreeSlot
 from epilora.types import AdapterVersion, EngineInfo, LoadReceipt
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 MAX_REFUSED = 1000
 STATS_S = 2.0
 RETRY_SLOT_S = 0.02
+RETRY_ENGINE_S = 0.25
 PREDICT_S = 900.0  # a trainer first ends the step it is at
+_T = TypeVar("_T")
 
 
 @dataclass(kw_only=True)
@@ -127,21 +129,34 @@ class Fleet(Roster[FleetEngine]):
     # --- choosing and loading -------------------------------------------------------------------------------------
 
     async def engine_with(self, version: AdapterVersion | None, keys: Sequence[int] = ()) -> FleetEngine:
-        """An engine that holds the version, loading it if need be; a second one if the first dies meanwhile.
+        """An engine that holds the version, loading it if need be; another one if the first dies meanwhile.
 
         keys: the prompt's blocks, for engines that have met them. Raises EngineGone, NoFreeSlot, AdapterRejected ...
         """
-        try:
-            return await self._one_with(version, keys)
-        except EngineGone:
-            if len(self.engines) == 1:
-                raise
-            return await self._one_with(version, keys)
+        return await self.once_up(lambda: self._one_with(version, keys))
+
+    async def once_up(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """What `ask` gives; asked again while no engine answers, for at most `timeouts.revival_s`. Raises as `ask`."""
+        deadline, pause_s = self._clock() + self._config.timeouts.revival_s, 0.0
+        while True:
+            try:
+                return await ask()
+            except (EngineGone, ApiError) as err:
+                starting = isinstance(err, ApiError) and err.code == "timeout"  # an engine answers once it is up
+                if not (starting or isinstance(err, EngineGone)) or self._clock() >= deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = RETRY_ENGINE_S
 
     async def _one_with(self, version: AdapterVersion | None, keys: Sequence[int]) -> FleetEngine:
         engine = self.choose(version.digest if version else None, keys, self._clock())
         if engine is None:
             raise EngineGone("no engine is alive; try again in a few seconds")
+        try:
+            await self.info(engine)  # known, unless the engine is new or was gone
+        except EngineGone as err:
+            self.forget(engine, version, err)
+            raise
         if version is None:
             return engine
         deadline = self._clock() + self._config.timeouts.slot_s

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Bounds on every wait, in seconds. slot_s: for an adapter slot to become free; queue_s: for a turn."""
+    """Bounds on every wait, in seconds. slot_s: for an adapter slot to become free; queue_s: for a turn; revival_s: for an engine
+    to come back, or up, while none is there.
+    """
 
     first_token_s: float = 120.0
     next_token_s: float = 60.0
@@ -16,6 +18,7 @@ class Timeouts:
     control_s: float = 15.0
     slot_s: float = 2.0
     queue_s: float = 60.0
+    revival_s: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,9 @@ class Engine:
             entries = (WeightEntry("w", Format.FP8_E4M3, ScaleAxis.NONE, TensorEntry((1, 1), (1, 1), "uint8", where)),)
         return WeightManifest(self.name, "folder", "digest", rank, size, entries=entries)
 
+    async def restore_kv(self) -> None:
+        """Nothing was released."""
+
     def close(self) -> None:
         self.closed = True
 

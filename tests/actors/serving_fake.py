@@ -40,6 +40,9 @@ class ServingEngine(PlainFakeEngine):
     async def export_weights(self) -> list[WeightManifest]:
         return [WeightManifest(self.name, "folder", "digest", 0, 1)]
 
+    async def restore_kv(self) -> None:
+        """Nothing was released."""
+
     def close(self) -> None:
         """Nothing to give back."""
 

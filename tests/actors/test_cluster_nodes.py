@@ -185,12 +185,25 @@ def _alive_on(name: str, kind: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("victim", ["base", "base-trainer"])
-def test_a_killed_engine_or_trainer_comes_back_without_a_job_asking(pool: Any, victim: str) -> None:
+def test_a_killed_engine_comes_back_with_its_trainer_without_a_job_asking(pool: Any) -> None:
     first = ensure(pool, request("base", on("H100")))
-    os.kill(call(victim, "pid"), signal.SIGKILL)
+    os.kill(call("base", "pid"), signal.SIGKILL)
     wait_for(lambda: _answers("base") not in (None, first), "a new engine")
     wait_for(lambda: _answers("base-trainer", "memory") == {"attached": 1, "sessions": 0}, "a trainer on its weights")
+
+
+@pytest.mark.parametrize("asked", ["by nobody", "by a job"])
+def test_a_killed_trainer_comes_back_beside_its_engine_which_never_stopped(pool: Any, asked: str) -> None:
+    first = ensure(pool, request("base", on("H100")))
+    killed = call("base-trainer", "pid")
+    os.kill(killed, signal.SIGKILL)
+    if asked == "by a job":
+        assert ensure(pool, request("base", on("H100")), "other") == first
+        assert call("base-trainer", "memory") == {"attached": 1, "sessions": 0}
+    wait_for(lambda: _answers("base-trainer", "pid") not in (None, killed), "another trainer")
+    wait_for(lambda: _answers("base-trainer", "memory") == {"attached": 1, "sessions": 0}, "a trainer on its weights")
+    assert call("base", "info") == first  # made at the same nanosecond
+    assert [name for name, state in groups().items() if state != "REMOVED"] == ["base-base"]
 
 
 def _answers(name: str, method: str = "info") -> Any:

@@ -164,8 +164,6 @@ def test_requests_reach_an_engine_that_joined_and_bring_a_base_at_zero_back(serv
 
     ray.get(served.pool.release.remote("job"))
     wait_for(lambda: served.engines() == [], "zero engines")
-    gone = served.ask("mine")
-    assert (gone.status_code, gone.json()["error"]["code"]) == (503, "engine_unavailable")
-    assert float(gone.headers["retry-after"]) > 0
-    back = wait_for(lambda: (reply := served.ask("mine")).status_code == 200 and reply, "the base to come back")
+    back = served.ask("mine")  # waits until the base is up
+    assert back.status_code == 200, back.text
     assert back.json()["choices"][0]["text"] == before.json()["choices"][0]["text"]

@@ -103,7 +103,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             "base_model": "org/tiny",
             "tenants_file": str(folder / "tenants.json"),
             "admin_key_hashes": [hash_key(ADMIN_KEY)],
-            "timeouts": {"slot_s": 0.3},
+            "timeouts": {"slot_s": 0.3, "revival_s": 1.0},
         }
     )
     serve.run(app, name="router", route_prefix="/")

@@ -72,7 +72,8 @@ class Parts:
         keyed = [TenantConfig(**{**vars(t), "key_hashes": (hash_key(f"{t.name}-key", salt=SALT),)}) for t in tenants]
         admin = TenantConfig("admin", (hash_key("admin-key", salt=SALT),), admin=True, other_precision=True)
         config.setdefault(
-            "timeouts", Timeouts(control_s=0.5, first_token_s=0.5, next_token_s=0.5, request_s=0.5, slot_s=0.1)
+            "timeouts",
+            Timeouts(control_s=0.5, first_token_s=0.5, next_token_s=0.5, request_s=0.5, slot_s=0.1, revival_s=0.1),
         )
         self.core = ServingCore(
             self.engines,

@@ -132,7 +132,7 @@ def test_a_slot_that_reads_back_wrong_is_not_used(tmp_path: Path) -> None:
 )
 def test_nothing_hangs(what: str, fields: dict[str, Any], tmp_path: Path) -> None:
     async def scenario() -> None:
-        parts = Parts(tmp_path, engines=[Hanging(what)], timeouts=Timeouts(*[0.1] * 6))
+        parts = Parts(tmp_path, engines=[Hanging(what)], timeouts=Timeouts(*[0.1] * 6, revival_s=0.1))
         parts.publish("tone", 1)
         reply = await parts.complete(**fields)
         assert (reply.status, error(reply)["code"]) == (504, "timeout")
@@ -196,6 +196,76 @@ def test_a_stream_cut_after_its_first_token_is_not_begun_again(tmp_path: Path) -
         assert [event["choices"][0]["text"] for event in seen[:-1]] == ["base:0 "]
         assert seen[-1]["error"]["code"] == "engine_unavailable"
         assert parts.core.completions.running == 0
+
+    run(scenario())
+
+
+class Away(PlainFakeEngine):
+    """Is not there until `back` is set; then it holds nothing, as an engine started again."""
+
+    def __init__(self) -> None:
+        super().__init__("a")
+        self.back, self.asked = asyncio.Event(), 0
+
+    async def info(self) -> Any:
+        self.asked += 1
+        if not self.back.is_set():
+            raise EngineGone("a is not there")
+        return await super().info()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", ["tiny", "tone"])
+def test_a_request_waits_for_an_engine_that_comes_back(model: str, stream: bool, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Away()], timeouts=Timeouts(revival_s=5.0))
+        engine = parts.engines[0]
+        digest = parts.publish("tone", 1).digest
+        asking = asyncio.create_task(parts.complete(model=model, stream=stream))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        engine.back.set()  # type: ignore[attr-defined]
+        reply = await asking
+        assert reply.status == 200
+        text = (await events(reply))[0] if stream else reply.body
+        assert text["choices"][0]["text"].startswith("base:" if model == "tiny" else digest[:8])  # type: ignore[index,call-overload]
+
+    run(scenario())
+
+
+class DiesAndReturns(Away):
+    """Answers once, dies at the second request, and is back when somebody has asked for it three times."""
+
+    requests = 0
+
+    async def generate(self, requests: Any) -> list[Completion]:
+        if not requests[0].request_id.startswith("probe-"):
+            self.requests += 1
+            if self.requests == 2:
+                self.back.clear()
+                self.asked = 0
+                self.loaded.clear()
+                raise EngineGone("a died")
+        return await super().generate(requests)
+
+    async def info(self) -> Any:
+        if self.asked == 3:
+            self.back.set()
+        return await super().info()
+
+
+def test_the_request_an_engine_died_of_is_answered_by_its_successor(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[DiesAndReturns()], timeouts=Timeouts(revival_s=5.0))
+        engine = parts.engines[0]
+        engine.back.set()  # type: ignore[attr-defined]
+        version = parts.publish("tone", 1)
+        for _ in range(3):
+            reply = await parts.complete(model="tone")
+            assert reply.status == 200
+            assert reply.body["choices"][0]["text"].startswith(version.digest[:8])  # type: ignore[index,call-overload]
+        assert engine.loads == [version.digest] * 2
+        assert engine.asked >= 4
 
     run(scenario())
 

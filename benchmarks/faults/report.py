@@ -1,0 +1,48 @@
+"""The table in docs/faults.md: what each fault did to tenants and to the RL job, written from the results file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+BEGIN, END = "<!-- from benchmarks/results/faults_cpu.json -->", "<!-- end -->"
+
+
+def table(document: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    summary = document["summary"]
+    lines = [
+        "| killed (setting) | faults | with a step, publish or stream in flight | back after, median (worst) | slowest request, median (worst) "
+        "| asked again | failed | cut streams | steps repeated |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in summary["by_kind"].items():
+        slowest = "-"
+        if "slowest_request_s_p50" in row:
+            slowest = f"{row['slowest_request_s_p50']:.1f} s ({row['slowest_request_s_max']:.1f})"
+        back = f"{row['recovery_s_p50']:.1f} s ({row['recovery_s_max']:.1f})"
+        asked = f"{row['asked_again']} of {row['requests']}" if row["requests"] else "-"
+        lines.append(
+            f"| {name} | {row['faults']} | {row['in_flight']} | {back} | {slowest} | {asked} | {row['failed_requests']} "
+            f"| {row['cut_streams']} | {row['steps_lost']} |"
+        )
+    equal = "equal to" if summary["resumed_bit_equal"] else "NOT equal to"
+    lines += [
+        "",
+        f"{summary['faults']} faults, {summary['in_flight']} of them with an RL step, a publish or a stream in flight; "
+        f"{summary['not_recovered']} were not recovered from in time. Of {summary['requests']} requests that a fault touched "
+        f"{summary['asked_again']} were asked a second time and {summary['failed_requests']} failed all the same; "
+        f"{summary['cut_streams']} streams were cut after their first token, {summary['cut_without_event']} of them without an error "
+        f"event. Of {summary['acknowledged_versions']} versions the store had confirmed {summary['lost_versions']} were lost. "
+        f"{summary['leaks']} faults leaked a placement group, a GPU or an actor. The RL run's checkpoints are {equal} those of a run "
+        "without faults.",
+    ]
+    return "\n".join(lines)
+
+
+def write(document: dict[str, Any]) -> None:
+    """Put the table into the page, between its two marks."""
+    text = DOCS.read_text()
+    head, rest = text.split(BEGIN)
+    DOCS.write_text(f"{head}{BEGIN}\n{table(document)}\n{END}{rest.split(END)[1]}")

@@ -37,7 +37,7 @@ quickstart: $(STAMP) $(model_$(MODEL))
 	@$(PY) -m jobs.quickstart --config configs/quickstart_$(MODEL).yaml $(ARGS)
 
 serve: $(STAMP) $(model_$(MODEL))
-	@$(PY) -m jobs.serve --config configs/quickstart_$(MODEL).yaml $(ARGS)
+	@$(PY) -m jobs.serve --config configs/quickstart_$(MODEL).yaml router.admin_port=8001 $(ARGS)
 
 # Parts side by side, see scripts/run_tests.py; test-kernels, test-jobs, test-main, test-actors and test-rest are one part alone.
 test: $(STAMP)

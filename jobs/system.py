@@ -23,6 +23,7 @@ from actors.scaling import ScalingLimits
 from epilora import planner
 from epilora.config.schema import EngineConfig, JobConfig
 from epilora.models import resolve_model_path
+from epilora.serving.keys import issue
 from epilora.serving.tenant_file import put_tenants
 from epilora.serving.tenants import TenantConfig, hash_key, issue_key
 from epilora.sizing import RECIPES
@@ -138,11 +139,22 @@ class System:
         self.trainer: Any = None
         self.store: Any = None
         self.info: EngineInfo
+        self._tenants_file: Path
         self.plan: planner.Plan
 
     @property
     def base_url(self) -> str:
         return f"http://{self.config.router.host}:{self.config.router.port}"
+
+    @property
+    def admin_url(self) -> str:
+        """Where operators' calls go, if this job started the router."""
+        port = self.config.router.admin_port
+        return f"http://127.0.0.1:{port}" if port else self.base_url
+
+    def operator_key(self) -> str:
+        """A new admin key, which replaces an earlier one of the store's tenants file."""
+        return issue(self._tenants_file, "operator", {}, admin=True, revoke=True)
 
     async def __aenter__(self) -> System:
         request, self.plan = base_request(self.config)
@@ -180,7 +192,8 @@ class System:
         starting = asyncio.create_task(self._pool.ensure(request, self.config.name, timeout, driver, session))
         store_root = Path(await asyncio.wait_for(self._pool.ready(), timeout))
         if self._with_router:
-            await asyncio.to_thread(self._start_router, store_root)
+            self._tenants_file = store_root / "tenants.json"
+            await asyncio.to_thread(self._start_router)
         self.info = await starting
         self._connect_parts(request)
 
@@ -208,16 +221,16 @@ class System:
                     raise TimeoutError(f"pool or store did not come back within {timeout:g} s") from err
                 await asyncio.sleep(0.5)
 
-    def _start_router(self, store_root: Path) -> None:
+    def _start_router(self) -> None:
         """Give this job's tenants new keys, and start the router unless one runs (it re-reads the tenants file)."""
         with left_out():  # imported here: a job without a router does without Serve
             from ray import serve
 
             from actors.router import build_app
 
-        tenants_file = store_root / "tenants.json"
         self.keys = {tenant.name: TenantKey(tenant.name, issue_key(tenant.name)) for tenant in self.config.tenants}
-        put_tenants(tenants_file, [TenantConfig(key.tenant, (hash_key(key.api_key),)) for key in self.keys.values()])
+        rows = [TenantConfig(key.tenant, (hash_key(key.api_key),)) for key in self.keys.values()]
+        put_tenants(self._tenants_file, rows)
         serve.start(http_options={"host": self.config.router.host, "port": self.config.router.port})
         if ROUTER_APP in serve.status().applications:
             return
@@ -225,8 +238,9 @@ class System:
             {
                 "engines": [self.config.engine.name],
                 "base_model": resolve_model_path(self.config.engine.model_path).name,
-                "tenants_file": str(tenants_file),
+                "tenants_file": str(self._tenants_file),
                 "replicas": self.config.router.replicas,
+                "admin_port": self.config.router.admin_port,
             }
         )
         serve.run(app, name=ROUTER_APP, route_prefix="/", blocking=False)

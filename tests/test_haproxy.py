@@ -1,10 +1,13 @@
-"""deploy/haproxy.cfg: HAProxy takes it, and through it a router streams and operators' paths stay closed."""
+"""HAProxy in front: deploy/haproxy.cfg with TLS, and Ray Serve's own HAProxy ingress."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,9 +28,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_requests_go_through_it_with_tls(tmp_path: Path) -> None:
+def haproxy_program() -> str:
     haproxy = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
     assert haproxy, "haproxy is not installed; on Debian: apt-get install haproxy"
+    return haproxy
+
+
+def test_requests_go_through_it_with_tls(tmp_path: Path) -> None:
+    haproxy = haproxy_program()
     pem = tmp_path / "epilora.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
@@ -75,3 +83,78 @@ def test_requests_go_through_it_with_tls(tmp_path: Path) -> None:
         finally:
             running.terminate()
             running.wait(10)
+
+
+# Serve reads the variables when it is imported, so it runs in a process of its own. Prints what it saw as JSON.
+THROUGH_SERVE = """
+import json, sys, time
+import httpx, openai, ray
+from ray import serve
+from actors.adapter_store import start_store
+from actors.router import build_app
+from tests.actors.fake_engine import FakeEngine
+
+root, port = sys.argv[1], int(sys.argv[2])
+ray.init(address="local", namespace="epilora", num_cpus=2, include_dashboard=False, log_to_driver=False,
+         object_store_memory=100 << 20)
+store, seen = start_store(root), {}
+engine = FakeEngine.options(name="base", namespace="epilora", max_concurrency=1000).remote(token_s=0.01)
+serve.start(http_options={"host": "127.0.0.1", "port": port})
+serve.run(build_app({"engines": "base", "tenants": [{"name": "acme", "key": "acme-key"}]}), name="router", route_prefix="/")
+url, key = f"http://127.0.0.1:{port}", {"authorization": "Bearer acme-key"}
+client = openai.OpenAI(base_url=f"{url}/v1", api_key="acme-key", max_retries=0, timeout=30)
+deadline = time.monotonic() + 60
+while True:
+    try:
+        if httpx.get(f"{url}/ready", timeout=30).status_code == 200:
+            break
+    except httpx.TransportError:
+        pass
+    assert time.monotonic() < deadline
+    time.sleep(0.2)
+whole = client.completions.with_raw_response.create(model="tiny", prompt="hi", max_tokens=3, extra_headers={"x-request-id": "mine"})
+seen["whole"], seen["request_id"] = whole.parse().choices[0].text, whole.headers["x-request-id"]
+body = {"model": "tiny", "prompt": "hold on", "max_tokens": 3, "stream": True}
+with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=30) as answer:
+    lines = answer.iter_lines()
+    seen["first"] = json.loads(next(lines)[6:])["choices"][0]["text"]  # while the engine holds the rest back
+    ray.get(engine.release.remote("hold on"))
+    seen["last"] = [line for line in lines if line][-1]
+for name, given in (("no_key", {}), ("key", key)):
+    answer = httpx.post(f"{url}/v1/completions", json={"model": "ghost", "prompt": "hi"}, headers=given)
+    seen[name] = [answer.status_code, answer.json()["error"]["code"]]
+with httpx.stream("POST", f"{url}/v1/completions", json={**body, "prompt": "hold still"}, headers=key, timeout=30) as answer:
+    next(answer.iter_lines())
+deadline = time.monotonic() + 30
+while ray.get(engine.seen.remote())["running"] and time.monotonic() < deadline:
+    time.sleep(0.05)
+seen["left"] = ray.get(engine.seen.remote())
+print("SEEN" + json.dumps(seen))
+serve.shutdown()
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_the_router_behind_serves_own_haproxy(tmp_path: Path) -> None:
+    folder = tmp_path / "h"
+    folder.mkdir()
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy_program(),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"), "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", THROUGH_SERVE, str(tmp_path / "store"), str(free_port())],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.rpartition("SEEN")[2].splitlines()[0])
+    assert "frontend http_frontend" in (folder / "haproxy.cfg").read_text()  # it was HAProxy, not Serve's own proxy
+    assert (seen["whole"], seen["request_id"]) == ("base:0 base:1 base:2 ", "mine")
+    assert (seen["first"], seen["last"]) == ("base:0 ", "data: [DONE]")
+    assert seen["no_key"] == [401, "invalid_api_key"]
+    assert seen["key"] == [404, "model_not_found"]
+    assert seen["left"]["running"] == []
+    assert len(seen["left"]["aborted"]) == 1

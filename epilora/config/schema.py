@@ -229,11 +229,15 @@ class EvaluationConfig:
 
 @dataclass
 class RouterConfig:
-    """The HTTP front end (Ray Serve)."""
+    """The HTTP front end (Ray Serve). admin_port: the operators' port on 127.0.0.1; 0: what operators do is on `port` too.
+
+    More replicas than one need an admin_port.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     replicas: int = 1
+    admin_port: int = 0
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -15,10 +17,13 @@ import openai
 import pytest
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 
 from actors.adapter_store import start_store
+from actors.hub_client import HubLimits
 from actors.router import build_app
-from epilora.serving.tenants import hash_key
+from epilora.serving.openai_api import ApiError
+from epilora.serving.tenants import hash_key, tenant_from_dict
 from epilora.types import AdapterSpec
 from tests.actors.fake_engine import BASE_DIGEST, FakeEngine
 
@@ -200,3 +205,37 @@ def test_several_replicas_need_the_hub() -> None:
         build_app({"engines": "one", "replicas": 2})
     with pytest.raises(ValueError, match="admin_port=70000"):
         build_app({"engines": "one", "admin_port": 70000})
+
+
+def test_a_killed_hub_comes_back_and_tenants_do_not_notice(served: Served) -> None:
+    def counted() -> float:
+        text = httpx.get(f"{served.admin}/metrics").text
+        return float(re.search(r'requests_total\{adapter="base",status="200",tenant="acme"\} (\S+)', text).group(1))  # type: ignore[union-attr]
+
+    served.ask("acme")
+    served.wait(lambda: counted() >= 1)
+    before = counted()
+    names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if "RouterHub" in entry["name"]]
+    ray.kill(ray.get_actor(names[0], namespace="serve"))
+    limited = served.ask("narrow")  # its limits cannot be checked for a while: it waits or is told to come again
+    assert limited.status_code in (200, 503)
+    if limited.status_code == 503:
+        assert (limited.json()["error"]["code"], limited.headers["retry-after"]) == ("limits_unavailable", "1")
+    answers = [served.ask("acme").status_code for _ in range(20)]
+    assert answers == [200] * 20
+    served.wait(lambda: len(served.state()["replicas"]) == 2)  # on the same port, of a new process
+    served.wait(lambda: served.ask("narrow").status_code == 200)
+    served.wait(lambda: counted() >= before + 20)  # what routers had counted is theirs, not the hub's
+
+
+def test_without_the_hub_nothing_limited_is_let_through() -> None:
+    class Dead:
+        @property
+        def admit(self) -> Any:
+            raise RayActorError
+
+    tenant = tenant_from_dict({"name": "narrow", "concurrency": 2})
+    with pytest.raises(ApiError, match="cannot be checked right now") as caught:
+        asyncio.run(HubLimits(Dead(), "replica").admit(tenant, 10.0))
+    assert caught.value.status == 503
+    assert asyncio.run(HubLimits(Dead(), "replica").admit(tenant_from_dict({"name": "free"}), 10.0))

@@ -34,7 +34,10 @@ def cluster(interrupted: Interrupted) -> Iterator[Cluster]:
 def server(cluster: Cluster) -> tuple[str, str, str]:
     """(job id, API key, log) of a serving job; the first use starts engine, trainer, store and router."""
     job = cluster.submit(
-        "jobs.serve", "name=server", "tenants=[{name: dora, prompts_task: {path: 'epilora.tasks.arithmetic:addition'}}]"
+        "jobs.serve",
+        "name=server",
+        f"router.admin_port={free_port()}",
+        "tenants=[{name: dora, prompts_task: {path: 'epilora.tasks.arithmetic:addition'}}]",
     )
     logs = cluster.wait_for(
         lambda: ((text := cluster.client.get_job_logs(job)) and "curl" in text and text)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import Cluster
+from cluster import ROOT, Cluster
 from ray.job_submission import JobStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -55,6 +55,25 @@ def test_what_the_server_prints_works_as_it_is(server: tuple[str, str, str]) -> 
     models, text = done.stdout.splitlines()
     assert "tiny-arith" in models
     assert text == answer["choices"][0]["text"]
+
+
+def test_the_operators_port_it_prints_is_theirs_alone(server: tuple[str, str, str]) -> None:
+    _, tenant_key, log = server
+    found = re.search(r"^epilora top --url (\S+) --key (\S+)$", log, re.MULTILINE)
+    assert found is not None
+    url, key = found.groups()
+    command = [sys.executable, "-m", "epilora.cli", "top", "--once", "--url", url, "--key", key]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "dora" in shown
+    assert httpx.get(f"{url}/").headers["content-type"].startswith("text/html")
+    assert "epilora_requests_total" in httpx.get(f"{url}/metrics").text
+    for given, status in ((key, 200), (tenant_key, 403), ("wrong", 401)):
+        audit = httpx.get(f"{url}/v1/audit", headers={"Authorization": f"Bearer {given}"})
+        assert audit.status_code == status
+    tenants_url = re.search(r"curl -s (\S+)/v1/completions", log)
+    assert tenants_url is not None
+    for path in ("/", "/metrics", "/v1/audit"):
+        assert httpx.get(f"{tenants_url.group(1)}{path}", headers={"Authorization": f"Bearer {key}"}).status_code == 404
 
 
 def test_one_job_ends_while_another_and_the_tenants_go_on(cluster: Cluster, server: tuple[str, str, str]) -> None:

@@ -11,7 +11,10 @@ restarts, routers go on serving; requests of tenants with limits are refused (50
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +29,21 @@ from epilora.serving.limits import RateLimited
 from epilora.serving.reports import Family, MergedMetrics
 from epilora.serving.tenants import TenantConfig
 
+PORT_S = 30.0  # how long the port's former holder, a hub that is stopping, may keep it
+
 logger = logging.getLogger(__name__)
+
+
+async def bound(host: str, port: int, patience_s: float) -> socket.socket:
+    """A socket bound to the port, once whoever has it lets it go. Raises OSError after `patience_s`, or if it cannot be had."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as err:
+            if err.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.2)
 
 
 @serve.deployment(
@@ -48,19 +65,22 @@ class RouterHub:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 http_app(self._core),
-                host=args["admin_host"],
-                port=args["admin_port"],
+                log_config=None,  # uvicorn's own closes the handlers of the whole process, Serve's among them
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
             )
         )
-        self._serving = asyncio.get_event_loop().create_task(self._server.serve())
+        self._serving = asyncio.get_event_loop().create_task(self._serve(args["admin_host"], args["admin_port"]))
+
+    async def _serve(self, host: str, port: int) -> None:
+        listening = await bound(host, port, PORT_S)
+        await self._server.serve(sockets=[listening])
 
     async def check_health(self) -> None:
         """Serve replaces a replica whose server has ended."""
         if self._serving.done():
-            raise RuntimeError("the operators' server has ended (is its port in use?)")
+            raise RuntimeError(f"the operators' server has ended: {self._serving.exception()}")
 
     async def report(self, replica: str, families: Sequence[Family]) -> dict[str, Any]:
         """A router replica's samples; what it has to know."""

@@ -20,6 +20,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 
 from actors.adapter_store import start_store
+from actors.hub import bound
 from actors.hub_client import HubLimits
 from actors.router import build_app
 from epilora.serving.openai_api import ApiError
@@ -226,6 +227,23 @@ def test_a_killed_hub_comes_back_and_tenants_do_not_notice(served: Served) -> No
     served.wait(lambda: len(served.state()["replicas"]) == 2)  # on the same port, of a new process
     served.wait(lambda: served.ask("narrow").status_code == 200)
     served.wait(lambda: counted() >= before + 20)  # what routers had counted is theirs, not the hub's
+
+
+def test_a_hub_waits_for_its_port_and_gives_up_with_the_reason() -> None:
+    async def scenario() -> None:
+        holder = await bound("127.0.0.1", 0, 1.0)
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            await bound("127.0.0.1", port, 0.3)
+        waiting = asyncio.create_task(bound("127.0.0.1", port, 10.0))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        holder.close()
+        taken = await asyncio.wait_for(waiting, 5.0)
+        assert taken.getsockname()[1] == port
+        taken.close()
+
+    asyncio.run(scenario())
 
 
 def test_without_the_hub_nothing_limited_is_let_through() -> None:

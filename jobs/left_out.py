@@ -1,7 +1,7 @@
 """Modules that the processes of a machine without a GPU do without: they start sooner and hold less memory.
 
-Ray Serve imports pandas wherever it is installed, and torch's compiler imports Triton; on a CPU neither is used, and both
-go without them if they are absent. A job that starts Ray itself names `leave_out` as its workers' set-up hook; a cluster
+Ray Serve imports pandas and pyarrow wherever they are installed, and torch's compiler imports Triton; on a CPU none is used,
+and both go without them if they are absent. A job that starts Ray itself names `leave_out` as its workers' set-up hook; a cluster
 that others started is left as it is.
 """
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-UNUSED_ON_CPU = ("pandas", "triton")
+UNUSED_ON_CPU = ("pandas", "pyarrow", "triton")
 
 
 def leave_out() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.console import Console
 from epilora.config.schema import JobConfig, TenantConfig
 from epilora.errors import AdapterNotFound
 from epilora.memory import mapping_report
+from epilora.quant.manifest import Location, Transport
 from epilora.tasks import load_task
 from epilora.types import AdapterVersion, GenerateRequest, Sampling
 from jobs import report
@@ -122,9 +123,9 @@ async def _use(config: JobConfig, system: System, task: Any, run_dir: Path, stag
     with stages.stage("held-out accuracy after, export"):
         after = await _evaluate(system, task, loop.policy.version.digest)
         await system.store.export_peft(loop.policy.version.digest, str((run_dir / "adapter").resolve()))
-        shared = mapping_report(manifest.entries[0].values.location.path)
         checksum_after = await engine.base_checksum()
         trainer_memory = await system.trainer.memory()
+        sharing = base_sharing(manifest.entries[0].values.location, trainer_memory)
     await loop.close()
     return {
         "name": config.name,
@@ -139,16 +140,29 @@ async def _use(config: JobConfig, system: System, task: Any, run_dir: Path, stag
         "mixed_steps": stats_after.mixed_steps - stats_before.mixed_steps,
         "engine_steps": stats_after.steps - stats_before.steps,
         "dispatch_paths": stats_after.paths,
-        "base_copies": shared.copies,
-        "base_mappings": len({m.pid for m in shared.mappings}),
-        "base_read_only": shared.read_only,
-        "base_bytes": shared.file_bytes,
+        **sharing,
         "checksum_equal": checksum_before == checksum_after == system.info.base_digest,
         "trainer_memory": trainer_memory,
         "memory_plan": {line.what: line.count_bytes for line in system.plan.memory},
         **_step_medians(read_metrics(run_dir)),
         **_tenant_results(tenants, traffic.answers, isolated),
     }
+
+
+def base_sharing(location: Location, trainer_memory: Mapping[str, int]) -> dict[str, Any]:
+    """base_copies, base_mappings (processes), base_read_only and base_bytes of the base that an engine exported.
+
+    location: of one of its tensors. In shared memory the kernel's accounts of the file say it; memory mapped through CUDA IPC
+    has none, so the trainer's own account of what it keeps besides (own_base_bytes) does, and IPC mappings are writable.
+    """
+    if location.transport is Transport.SHM:
+        shared = mapping_report(location.path)
+        mappings = len({m.pid for m in shared.mappings})
+        copies, read_only, size = shared.copies, shared.read_only, shared.file_bytes
+    else:
+        size = trainer_memory["base_bytes"]
+        copies, mappings, read_only = 1 + trainer_memory["own_base_bytes"] / size, 2, False
+    return {"base_copies": copies, "base_mappings": mappings, "base_read_only": read_only, "base_bytes": size}
 
 
 async def _evaluate(system: System, task: Any, adapter: str | None, problems: int | None = None) -> EvalResult:

@@ -272,10 +272,10 @@ def test_peft_agrees_on_ranks_and_scalings() -> None:
 
 def test_patterns_that_take_forever_are_refused_quickly() -> None:
     for pattern in (r"(a+)+$", r"(\w*)*x", r"((a|b)*c)*d", r"(.*){20}", r"(?:a{1,99}){1,99}b", r"(?=(a+)+)b"):
-        start = time.perf_counter()
+        start = time.thread_time()
         with pytest.raises(AdapterRejected, match="repeats a repeat"):
             accept(config(target_modules=pattern), tensors(1))
-        assert time.perf_counter() - start < 0.5
+        assert time.thread_time() - start < 0.5
 
 
 GOOD_FILE = save(tensors(1))

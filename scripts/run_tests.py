@@ -2,9 +2,9 @@
 
     python scripts/run_tests.py [--slow] [--part NAME] [--record FILE] [pytest arguments]
 
-Three processes at a time, because Triton's interpreter is switched on for a whole process and because jobs wait a lot for
-engines to start. `--record` writes counts and seconds to FILE, by part and by folder of tests, with the command, the commit and the
-machine. Exit status 1 if a part fails.
+Two lanes, one for what computes and one for what waits: jobs and actors wait a lot for clusters and engines to start. Parts are
+processes of their own, because Triton's interpreter is switched on for a whole process. `--record` writes counts and seconds to
+FILE, by part and by folder of tests, with the command, the commit and the machine. Exit status 1 if a part fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = {
 }
 PARTS["rest"] = [f"--ignore={folder}" for folders in PARTS.values() for folder in folders]
 # Lanes run side by side, a lane's parts one after another: both of the second start Ray clusters, whose nodes have 30 s to come up.
-LANES = (("kernels",), ("jobs", "actors"), ("main", "rest"))
+LANES = (("kernels", "main", "rest"), ("jobs", "actors"))
 OUTCOMES = ("failure", "error", "skipped")
 
 

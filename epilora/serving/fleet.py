@@ -161,6 +161,7 @@ class Fleet(Roster[FleetEngine]):
             return engine
         deadline = self._clock() + self._config.timeouts.slot_s
         while True:
+            engine.running += 1  # or all requests that come meanwhile would choose it too
             try:
                 await self.load(engine, version)
                 return engine
@@ -171,6 +172,8 @@ class Fleet(Roster[FleetEngine]):
                 if self._clock() >= deadline:
                     raise
                 await asyncio.sleep(RETRY_SLOT_S)
+            finally:
+                engine.running -= 1
 
     async def load(self, engine: FleetEngine, version: AdapterVersion) -> LoadReceipt:
         """Load once however many ask; the load goes on if one who asked gives up."""

@@ -4,12 +4,16 @@ First engines that already hold the adapter (a request for the base fits all); a
 flight (within `slack` of the least); among those the one that has met most of the prompt, then the least busy, then the
 first by name. An engine that holds the adapter but is much busier than the idlest one loses to it (`spread` requests
 more), so that a popular adapter is replicated by demand.
+
+A new copy goes to an engine near the idlest that holds fewest adapters. Idle engines are many on a large cluster: were the first of
+them taken, it would get every load while the slots of the others stayed empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +28,8 @@ _by_load = attrgetter("running", "name")
 class Member:
     """An engine as a router sees it.
 
-    resident: digests it is believed to hold -> what its load returned; running: this router's requests in flight there;
+    resident: digests it is believed to hold -> what its load returned; running: this router's requests there, those that wait
+    for a load included;
     start: which start of the engine this is, "" if nobody told.
     """
 
@@ -54,11 +59,10 @@ def choose_engine(
         return None
     idlest = min(engines, key=_by_load)
     holders = engines if digest is None else [engine for engine in engines if digest in engine.resident]
-    if not holders:
-        return idlest
-    least = min(engine.running for engine in holders)
+    least = min((engine.running for engine in holders), default=inf)
     if least - idlest.running > spread:
-        return idlest
+        near = [engine for engine in engines if engine.running <= idlest.running + slack]
+        return min(near, key=lambda engine: (len(engine.resident), engine.running, engine.name))
     near = [engine for engine in holders if engine.running <= least + slack]
     return min(near, key=lambda engine: (-matched(engine), engine.running, engine.name))
 

@@ -195,6 +195,9 @@ def test_routing_prefers_residence_then_load() -> None:
     assert choose_engine([a, b, c], "other") is a
     assert choose_engine([a, b, c], "d", spread=3) is a
     assert choose_engine([], None) is None
+    fuller, emptier = Member("d", {"x": None}, running=5), Member("e", running=7)
+    assert choose_engine([fuller, emptier], "other") is emptier  # near the idlest: where fewest adapters are
+    assert choose_engine([fuller, emptier], "other", slack=1) is fuller
     assert choose_engine([c, Member("b", running=9), Member("a", running=9)], None).name == "a"
 
 

@@ -208,18 +208,8 @@ def test_the_images_versions_are_those_the_tests_run_with() -> None:
 
 def documented(start: str) -> list[list[str]]:
     text = (ROOT / "docs" / "cluster.md").read_text()
-    blocks = "\n".join(
-        body for kind, body in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if not kind
-    )
+    blocks = "\n".join(re.findall(r"^```bash[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     return [shlex.split(line, comments=True) for line in blocks.splitlines() if line.startswith(start)]
-
-
-@pytest.mark.parametrize("words", documented("epilora "), ids=" ".join)
-def test_documented_plans_work(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    from epilora.cli import main
-
-    assert main(words[1:]) == 0
-    assert "H100" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", documented("ray job submit"), ids=" ".join)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from epilora.serving.ports import EngineGone
@@ -16,6 +17,8 @@ from tests.actors.fake_engine import PlainFakeEngine
 from tests.serving.serving_parts import Parts, events, run
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "epilora.json"
+ALERTS = DASHBOARD.parents[1] / "prometheus" / "alerts.yaml"
+SERVING = Path(__file__).resolve().parents[2] / "epilora" / "serving"
 SELECTOR = re.compile(r"\b(epilora_\w+)(?:\{([^}]*)\})?")
 MATCHER = re.compile(r"(\w+)(=~|!~|!=|=)\"([^\"]*)\"")
 
@@ -79,6 +82,28 @@ def test_every_series_of_the_dashboard_exists(tmp_path: Path) -> None:
 def _fits(have: str, kind: str, value: str) -> bool:
     matched = re.fullmatch(value, have) is not None if "~" in kind else have == value
     return matched != kind.startswith("!")
+
+
+def test_every_series_of_the_alerts_exists(tmp_path: Path) -> None:
+    """Names and labels as scraped; values as scraped, or (outcomes that this server did not have) as the source spells them."""
+    samples = [
+        (sample.name, sample.labels)
+        for family in text_string_to_metric_families(run(scraped(tmp_path)))
+        for sample in family.samples
+    ]
+    source = "".join(path.read_text() for path in (*SERVING.glob("*.py"), SERVING.parent / "errors.py"))
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    assert len({rule["alert"] for rule in rules}) == len(rules) > 8
+    for rule in rules:
+        found = SELECTOR.findall(rule["expr"])
+        assert found, rule
+        for name, matchers in found:
+            labels = [labels for sample, labels in samples if sample == name]
+            assert labels, f"{name} of {rule['alert']} is not in /metrics"
+            for key, kind, value in MATCHER.findall(matchers):
+                assert all(key in has for has in labels), (rule["alert"], key)
+                known = any(_fits(has[key], kind, value) for has in labels)
+                assert known or "~" in kind or f'"{value}"' in source or f"class {value}(" in source, (rule, value)
 
 
 def test_the_dashboard_shows_every_metric_there_is(tmp_path: Path) -> None:

@@ -104,5 +104,11 @@ class EngineActor:
     ) -> tuple[int, ...]:
         return self._engine.render_chat(messages, tools)
 
+    async def tool_call_start(self) -> str:
+        return self._engine.tool_call_start()
+
+    async def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        return self._engine.parse_tools(text, tools)
+
     async def close(self) -> None:
         self._engine.close()

@@ -139,6 +139,12 @@ class RayEngine(ActorPort):
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> tuple[int, ...]:
         return await self.ask("render_chat", list(messages), tools)
 
+    async def tool_call_start(self) -> str:
+        return await self.ask("tool_call_start")
+
+    async def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        return await self.ask("parse_tools", text, list(tools))
+
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await self.ask("detokenize", tuple(token_ids))
 

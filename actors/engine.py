@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from actors.channel import AnswersInBatches
 from epilora.loading import load_object
 from epilora.quant.manifest import WeightManifest
 from epilora.types import (
@@ -24,7 +25,7 @@ from epilora.types import (
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class EngineActor:
+class EngineActor(AnswersInBatches):
     """An async actor; `stream` is a streaming generator. Calls run between or beside engine steps, never during one."""
 
     def __init__(self, factory: str, kwargs: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from .catalog import Catalog
 from .fleet import Fleet, FleetEngine
 from .gate import FairGate
 from .limits import Limits
-from .messages import Reply, api_error, bounded, wrong_adapter
+from .messages import Reply, api_error, bounded, random_id, wrong_adapter
 from .metrics import ServingMetrics
 from .openai_api import ApiError, Call, Identity, TokenLogprob
 from .ports import EngineGone
@@ -148,7 +147,7 @@ class Completions:
             if room < 1:
                 raise PromptTooLong(f"the prompt has {len(prompts[0])} tokens; the context holds {info.max_model_len}")
             sampling = replace(sampling, max_tokens=room)
-        request_id = f"{'chatcmpl' if call.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        request_id = f"{'chatcmpl' if call.chat else 'cmpl'}-{random_id()}"
         requests: list[GenerateRequest] = []
         for prompt in prompts:
             for choice in range(call.n):

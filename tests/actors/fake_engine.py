@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from actors.channel import AnswersInBatches
 from epilora.errors import AdapterNotFound, NoFreeSlot, PromptTooLong
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
 
@@ -206,4 +207,8 @@ class PlainFakeEngine:
         return os.getpid()
 
 
-FakeEngine: Any = ray.remote(num_cpus=0)(PlainFakeEngine)
+class FakeEngineActor(PlainFakeEngine, AnswersInBatches):
+    """The stand-in as an actor that routers talk to."""
+
+
+FakeEngine: Any = ray.remote(num_cpus=0)(FakeEngineActor)

@@ -114,7 +114,7 @@ class Channel:
         self._unsent: list[Call] = []
         self._reader: asyncio.Task[None] | None = None
         self._number = 0
-        self._sent_s = float("-inf")
+        self._sending, self._sent_s = False, float("-inf")
         self.lost = False
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
@@ -123,7 +123,7 @@ class Channel:
         try:
             _, value, _ = await answers.get()
         finally:
-            self._waiting.pop(number, None)
+            self._forget(number)
         if isinstance(value, Exception):
             raise value
         return value
@@ -140,7 +140,7 @@ class Channel:
                     return
                 yield value
         finally:
-            self._waiting.pop(number, None)
+            self._forget(number)
 
     def _ask(self, kind: str, asked: Any) -> tuple[int, asyncio.Queue[Answer]]:
         self._number += 1
@@ -148,16 +148,22 @@ class Channel:
         self._waiting[self._number] = answers
         self._unsent.append((self._number, kind, asked))
         loop = asyncio.get_running_loop()
-        if len(self._unsent) == 1:
+        if not self._sending:
+            self._sending = True
             loop.call_at(self._sent_s + GAP_S, self._send)  # in the past: as soon as this turn is over
         if self._reader is None:
             self._reader = loop.create_task(self._read())
         return self._number, answers
 
+    def _forget(self, number: int) -> None:
+        """Nobody waits for this call any more. One that has not been sent never is: an `abort` would come before it."""
+        self._waiting.pop(number, None)
+        self._unsent = [call for call in self._unsent if call[0] != number]
+
     def _send(self) -> None:
         calls, self._unsent = self._unsent, []
-        self._sent_s = asyncio.get_running_loop().time()
-        if not self.lost:
+        self._sending, self._sent_s = False, asyncio.get_running_loop().time()
+        if calls and not self.lost:
             self._handle.submit.options(num_returns=0).remote(self._name, calls)
 
     async def _read(self) -> None:

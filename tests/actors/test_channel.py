@@ -194,3 +194,19 @@ def test_who_stops_reading_is_forgotten() -> None:
         assert (await router.generate([ask("next")]))[0].text == "next"  # answers nobody waits for are dropped
 
     run(scenario)
+
+
+def test_what_is_given_up_before_it_was_sent_is_never_sent() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.go.set()
+        router, _ = opened(engine)
+        assert (await router.generate([ask("first")]))[0].text == "first"
+        given_up, kept = (asyncio.create_task(router.generate([ask(name)])) for name in ("second", "third"))
+        await asyncio.sleep(0)  # asked, but within the gap after the first
+        assert len(router._unsent) == 2
+        given_up.cancel()
+        assert (await kept)[0].text == "third"
+        assert engine.calls == [1, 1]
+
+    run(scenario)

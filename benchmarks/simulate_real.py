@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import statistics
 import tempfile
@@ -39,6 +40,7 @@ from epilora.types import (
     TokenChunk,
 )
 
+logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "epilora"
 BASE_DIGEST = "b" * 64
@@ -112,12 +114,11 @@ class _Row:
     chunks: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
 
 
-@ray.remote(num_cpus=0, max_concurrency=1000)
 class KeepsTime:
     """A stand-in engine: the slot map, a batch, and steps that take `TIMES`. Loads run between steps."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._slots = SlotMap(SMALL.slots)
         self._waiting: deque[_Row] = deque()
         self._live: list[_Row] = []
@@ -169,7 +170,7 @@ class KeepsTime:
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
-            self._name, "none", "keeps-time", BASE_DIGEST, "w8a16", "float32", "none", 4096, SMALL.slots, 64, "none", True, ()
+            self.name, "none", "keeps-time", BASE_DIGEST, "w8a16", "float32", "none", 4096, SMALL.slots, 64, "none", True, ()
         )  # fmt: skip
 
     async def stats(self) -> EngineStats:
@@ -237,6 +238,7 @@ async def ask(http: aiohttp.ClientSession, url: str, call: Call, name: str) -> f
     start = time.perf_counter()
     async with http.post(f"{url}/v1/completions", data=json.dumps(body), headers=headers) as answer:
         if answer.status != 200:
+            logger.warning("%s: %s %s", name, answer.status, (await answer.text())[:300])
             return None
         await answer.content.readline()
         first_s = time.perf_counter() - start
@@ -348,7 +350,8 @@ def _one_run(seed: int, folder: str) -> list[dict[str, Any]]:
     )  # fmt: skip
     try:
         engine_names = [f"e{i}" for i in range(SMALL.engines)]
-        engines = [KeepsTime.options(name=name, namespace=NAMESPACE).remote(name) for name in engine_names]  # type: ignore[attr-defined]
+        actor: Any = ray.remote(num_cpus=0, max_concurrency=1000)(KeepsTime)
+        engines = [actor.options(name=name, namespace=NAMESPACE).remote(name) for name in engine_names]
         ray.get([engine.info.remote() for engine in engines])
         ray.get(start_store(folder, host_cache_bytes=SMALL.host_bytes).ready.remote())
         with socket.socket() as free:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from actors.channel import AnswersInBatches
 from epilora.loading import load_object
 from epilora.quant.manifest import WeightManifest
 from epilora.types import (
@@ -24,7 +25,7 @@ from epilora.types import (
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
-class EngineActor:
+class EngineActor(AnswersInBatches):
     """An async actor; `stream` is a streaming generator. Calls run between or beside engine steps, never during one."""
 
     def __init__(self, factory: str, kwargs: Mapping[str, Any]) -> None:
@@ -103,6 +104,12 @@ class EngineActor:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[int, ...]:
         return self._engine.render_chat(messages, tools)
+
+    async def tool_call_start(self) -> str:
+        return self._engine.tool_call_start()
+
+    async def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        return self._engine.parse_tools(text, tools)
 
     async def close(self) -> None:
         self._engine.close()

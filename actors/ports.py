@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from actors.channel import Channel
 from epilora.errors import EngineDead
 from epilora.serving.core import ServingCore
 from epilora.serving.limits import Limits
@@ -62,6 +64,8 @@ class ActorPort:
             if isinstance(cause, EngineDead):
                 return EngineGone(str(cause))
             return cause if isinstance(cause, Exception) else RuntimeError(str(cause))
+        if isinstance(err, EngineDead):
+            return EngineGone(str(err))
         if isinstance(err, RayActorError):
             self._handle = None
             return EngineGone(f"actor {self.name!r} died or cannot be reached")
@@ -76,9 +80,17 @@ class RayEngine(ActorPort):
     """
 
     _waking: Any = None
+    _open: Channel | None = None
+
+    async def _channel(self) -> Channel:
+        """The stream of answers from this engine, opened when first needed and again after the engine died."""
+        await self._wake_if_gone()
+        if self._open is None or self._open.lost:
+            self._open = Channel(self.handle(), self.unwrap)
+        return self._open
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method in ("info", "generate", "load_adapter", "render_chat"):
+        if method in ("info", "load_adapter", "render_chat"):
             await self._wake_if_gone()
         return await super().ask(method, *args, **kwargs)
 
@@ -102,15 +114,19 @@ class RayEngine(ActorPort):
         return await self.ask("stats")
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        return await self.ask("generate", list(requests))
+        channel = await self._channel()
+        try:
+            return await channel.generate(requests)
+        except EngineDead as err:
+            raise self.unwrap(err) from None
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        await self._wake_if_gone()
+        channel = await self._channel()
         try:
-            chunks = self.handle().stream.options(num_returns="streaming").remote(request)
-            async for reference in chunks:
-                yield await reference
-        except Exception as err:
+            async with aclosing(channel.stream(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except EngineDead as err:
             raise self.unwrap(err) from None
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -138,6 +154,12 @@ class RayEngine(ActorPort):
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> tuple[int, ...]:
         return await self.ask("render_chat", list(messages), tools)
+
+    async def tool_call_start(self) -> str:
+        return await self.ask("tool_call_start")
+
+    async def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        return await self.ask("parse_tools", text, list(tools))
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         return await self.ask("detokenize", tuple(token_ids))

@@ -114,6 +114,14 @@ class Engine(Protocol):
         """Prompt token ids of a conversation by the model's chat template. Raises ValueError if it has none."""
         ...
 
+    def tool_call_start(self) -> str:
+        """What a tool call in this model's text begins with, "" if that is not known."""
+        ...
+
+    def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        """(text without the calls, calls in OpenAI's form); what cannot be read as a call stays text."""
+        ...
+
     def close(self) -> None: ...
 
 

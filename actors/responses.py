@@ -41,12 +41,13 @@ def to_response(reply: Reply) -> Response:
 
 async def from_http(request: HttpRequest) -> Request:
     """What the core needs of an HTTP request."""
+    scope = request.scope
     return Request(
-        method=request.method,
-        path=request.url.path,
-        headers=dict(request.headers),
+        method=scope["method"],
+        path=scope["path"],
+        headers={name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]},
         body=await request.body(),
-        query=dict(request.query_params),
+        query=dict(request.query_params) if scope["query_string"] else {},
     )
 
 

@@ -15,6 +15,7 @@ import ray
 from ray import serve
 from starlette.requests import Request
 
+from actors.channel import AnswersInBatches
 from epilora.types import (
     AdapterVersion,
     Completion,
@@ -31,7 +32,7 @@ STUB = "stub"
 
 
 @ray.remote(num_cpus=0, max_concurrency=2000)
-class StubEngine:
+class StubEngine(AnswersInBatches):
     """Answers with as many tokens as asked for, token_s seconds each; computes nothing."""
 
     def __init__(self, token_s: float) -> None:

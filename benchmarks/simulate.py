@@ -6,7 +6,7 @@ Parts, each of which replaces its rows in benchmarks/results/simulation.json:
 
   scale      1,000 engines, Zipf popularity, rising load and other arrangements of stores and routers
   growth     one engine at first; the scaling policy adds up to 32, one start (as measured) after the other
-  fairness   twice as many requests as there are places; ten of 100 tenants ask for half of them
+  fairness   three times as many requests as the places bear; ten of 100 tenants ask for half of them
   gpu_hours  engines that hold one adapter each (merged fine-tunes) for one hour of the same requests, kept up or let go when idle
   real       the real router and store on Ray Serve with stand-in engines of known step times, and the simulation of the same requests
 
@@ -183,7 +183,7 @@ def fairness() -> list[dict[str, Any]]:
         setup = gpu_setup(1000, stores=0, max_active=1000, max_queue=100_000, fair=fair)
         system = System(setup, MeasuredSteps())
         system.warm([digest_of(adapter) for adapter in range(ADAPTERS)])
-        offered = requests(seconds=seconds, rate=2000, adapters=ADAPTERS, exponent=1.0, seed=10)
+        offered = requests(seconds=seconds, rate=3000, adapters=ADAPTERS, exponent=1.0, seed=10)
         share = np.where(np.arange(tenants) < heavy, 0.5 / heavy, 0.5 / (tenants - heavy))
         for request, tenant in zip(offered, rng.choice(tenants, len(offered), p=share)):
             request.tenant = f"t{tenant}"

@@ -87,6 +87,7 @@ def engine_kwargs(engine: EngineConfig, model_path: Path) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "tenant_seats": engine.tenant_seats,
+        "tool_parser": engine.tool_parser,
         "max_loras": engine.max_loras,
         "max_lora_rank": engine.max_lora_rank,
         "kv_cache_bytes": engine.kv_cache_mib * planner.MIB,

@@ -27,7 +27,7 @@ from benchmarks.faults.stand_in import HEAD_AWAY_S, LEAK_S, holds
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME, BASE, TRAINER = "faulted", "faulted-engine", "faulted-trainer"
-START_S, RECOVER_S = 150.0, 150.0
+START_S, RECOVER_S = 300.0, 180.0
 STEPS = 100_000  # it is stopped, not finished
 
 

@@ -65,6 +65,7 @@ class EngineConfig:
     max_model_len: int = 64
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    tool_parser: str = "hermes"  # how the model writes tool calls, vLLM's name
     tenant_seats: int = 0  # of max_num_seqs, how many rollouts leave to tenants
     max_loras: int = 8  # adapter slots = versions that can be live at once
     max_lora_rank: int = 16

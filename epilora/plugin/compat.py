@@ -195,3 +195,20 @@ def lora_request(name: str, int_id: int) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=name, lora_int_id=int_id, lora_path="in-memory")
+
+
+def tool_parser(name: str) -> Any:
+    """vLLM's class of a tool-call parser: (tokenizer, tools) -> parser. Raises ValueError for a name it does not know."""
+    manager = _attribute("vllm.tool_parsers:ToolParserManager")
+    manager = manager or _attribute("vllm.entrypoints.openai.tool_parsers:ToolParserManager")
+    try:
+        return manager.get_tool_parser(name)
+    except (KeyError, AttributeError) as err:
+        known = ", ".join(manager.list_registered()) if manager is not None else "none"
+        raise ValueError(f"tool_parser={name!r}: this vLLM has {known}") from err
+
+
+def chat_request() -> Any:
+    """The class of a parsed chat request, which vLLM's tool parsers want."""
+    found = _attribute("vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest")
+    return found or _attribute("vllm.entrypoints.openai.protocol:ChatCompletionRequest")

@@ -45,6 +45,7 @@ from .kv_blocks import KvRelease
 from .requests import KINDS, Live, Preparer, nothing, to_loop
 from .residents import Residents, check_base, check_content
 from .step_thread import StepThread
+from .tools import ToolCalls
 
 _T = TypeVar("_T")
 
@@ -81,6 +82,7 @@ class VllmEngine:
         graph_sizes: Sequence[int] | None = None,
         load_format: str = "auto",
         compilation: Mapping[str, Any] | None = None,
+        tool_parser: str = "hermes",
     ) -> None:
         """Load the model and start stepping; blocks until the engine is ready.
 
@@ -93,7 +95,8 @@ class VllmEngine:
         `export_weights` on the CPU. load_format: vLLM's; "dummy" makes random weights from config.json alone.
         tensor_parallel: ranks that share the model, each on a GPU of its own, or in a process of its own on the CPU. On a
         GPU: graph_sizes: batch sizes CUDA graphs are captured for (vLLM
-        chooses many if None; none at all if empty). compilation: more of vLLM's CompilationConfig.
+        chooses many if None; none at all if empty). compilation: more of vLLM's CompilationConfig. tool_parser: vLLM's name of
+        how the model writes tool calls.
 
         Raises RuntimeError if the plugin is not active, UnsupportedKernel if the activations cannot be had, and what
         vLLM raises.
@@ -153,6 +156,7 @@ class VllmEngine:
         )
         try:
             self._tokenizer = self._engine.get_tokenizer()
+            self._tool_calls = ToolCalls(tool_parser, self._tokenizer)
             self._info = self._steps.command(
                 lambda: describe(self._engine, name, arguments, max_model_len=max_model_len)
             ).result()
@@ -477,6 +481,14 @@ class VllmEngine:
             add_generation_prompt=True,
         )
         return tuple(self._tokenizer.encode(str(text), add_special_tokens=False))
+
+    def tool_call_start(self) -> str:
+        """What a tool call in this model's text begins with, "" if that is not known."""
+        return self._tool_calls.start
+
+    def parse_tools(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        """(text without the calls, calls in OpenAI's form) by vLLM's parser. Raises ValueError if it has no such parser."""
+        return self._tool_calls.parse(text, tools)
 
     def close(self) -> None:
         """Stop stepping (what runs fails with EngineDead), free the engine and the shared file's name. Idempotent."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from .catalog import Catalog
 from .fleet import Fleet, FleetEngine
 from .gate import FairGate
 from .limits import Limits
-from .messages import Reply, api_error, bounded, wrong_adapter
+from .messages import Reply, api_error, bounded, random_id, wrong_adapter
 from .metrics import ServingMetrics
 from .openai_api import ApiError, Call, Identity, TokenLogprob
 from .ports import EngineGone
@@ -32,7 +31,6 @@ from .requests import Job, Ticket
 from .settings import CoreConfig
 from .streaming import Streamed
 from .tenants import TenantConfig
-from .tool_calls import parse_tool_calls
 
 MAX_RELOADS = 5
 logger = logging.getLogger(__name__)
@@ -149,7 +147,7 @@ class Completions:
             if room < 1:
                 raise PromptTooLong(f"the prompt has {len(prompts[0])} tokens; the context holds {info.max_model_len}")
             sampling = replace(sampling, max_tokens=room)
-        request_id = f"{'chatcmpl' if call.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        request_id = f"{'chatcmpl' if call.chat else 'cmpl'}-{random_id()}"
         requests: list[GenerateRequest] = []
         for prompt in prompts:
             for choice in range(call.n):
@@ -249,13 +247,21 @@ class Completions:
         message: dict[str, Any] = {"role": "assistant", "content": completion.text}
         finish = completion.finish_reason
         if job.call.tools:
-            text, calls = parse_tool_calls(completion.text)
+            text, calls = await self.tool_calls(job, completion.text)
             if calls:
                 message |= {"content": text or None, "tool_calls": calls}
                 finish = "tool_calls"
         return wire.chat_choice(index, message, finish, logprobs)
 
+    async def tool_calls(self, job: Job, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """(text without the calls, calls) as the engine's parser reads it."""
+        parsed = job.engine.port.parse_tools(text, _plain(job.call.tools))
+        return await bounded(parsed, "the tool parser", self._config.timeouts.control_s)
+
     async def _streamed(self, job: Job) -> Reply:
+        if job.call.tools:
+            start = job.engine.port.tool_call_start()
+            job.tool_start = await bounded(start, "the tool parser", self._config.timeouts.control_s)
         stream = await Streamed(job, self, self._fleet, self._config.timeouts).start()
         return Reply(200, stream, self._headers(job), "text/event-stream; charset=utf-8")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import os
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,12 @@ from .openai_api import ApiError
 from .ports import EngineGone
 
 _T = TypeVar("_T")
+_random = random.Random(os.urandom(32))
+
+
+def random_id() -> str:
+    """32 hex digits, unique but no secret: without the system call that `uuid4` makes each time."""
+    return f"{_random.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Request:
     @cached_property
     def request_id(self) -> str:
         """The caller's `x-request-id`, or one made up."""
-        return self.headers.get("x-request-id", "")[:128] or uuid.uuid4().hex
+        return self.headers.get("x-request-id", "")[:128] or random_id()
 
 
 class EventStream:

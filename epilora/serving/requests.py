@@ -46,6 +46,7 @@ class Job:
     completion_tokens: int = 0
     broken: bool = False  # a stream that ended with an error event
     unfinished: dict[str, FleetEngine] = field(default_factory=dict)  # engine request id -> where it runs
+    tool_start: str = ""  # what tool calls begin with, where the request has tools
     tool_streams: dict[int, ToolCallStream] = field(default_factory=dict)
 
     @property

@@ -34,6 +34,8 @@ class Owner(Protocol):
 
     async def logprobs(self, job: Job, chunk: TokenChunk) -> list[TokenLogprob] | None: ...
 
+    async def tool_calls(self, job: Job, text: str) -> tuple[str, list[dict[str, Any]]]: ...
+
     def broken(self, job: Job) -> None: ...
 
     def end(self, job: Job, tpot_s: float | None) -> None: ...
@@ -142,9 +144,15 @@ class Streamed:
                     break
             else:
                 self._count(index, item)
-                yield wire.sse({**head, "choices": [await self._piece(index, item)]})
+                try:
+                    piece = await self._piece(index, item)
+                except Exception as err:  # the engine died between the token and what it was asked about it
+                    item = err
+                    continue
+                yield wire.sse({**head, "choices": [piece]})
             try:
-                index, item = await asyncio.wait_for(self._queue.get(), self._timeouts.next_token_s)
+                async with asyncio.timeout(self._timeouts.next_token_s):
+                    index, item = await self._queue.get()
             except TimeoutError:
                 item = ApiError(504, "no token arrived in time", type="server_error", code="timeout")
         if job.call.include_usage:
@@ -170,10 +178,10 @@ class Streamed:
         text, finish = chunk.text, chunk.finish_reason
         calls: list[dict[str, Any]] = []
         if job.call.tools:
-            splitter = job.tool_streams.setdefault(index, ToolCallStream())
+            splitter = job.tool_streams.setdefault(index, ToolCallStream(job.tool_start))
             text = splitter.push(chunk.text)
-            if finish is not None:
-                rest, calls = splitter.finish()
+            if finish is not None and (held := splitter.finish()):
+                rest, calls = await self._owner.tool_calls(job, held)
                 text += rest
                 finish = "tool_calls" if calls else finish
         delta: dict[str, Any] = {"content": text} if text or finish is None else {}

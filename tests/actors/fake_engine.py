@@ -7,6 +7,7 @@ prompt that begins with "hold" gets its second token only after `release` of tha
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from typing import Any
 
 import ray
 
+from actors.channel import AnswersInBatches
 from epilora.errors import AdapterNotFound, NoFreeSlot, PromptTooLong
 from epilora.types import AdapterVersion, Completion, EngineInfo, EngineStats, GenerateRequest, LoadReceipt, TokenChunk
 
@@ -78,6 +80,16 @@ class PlainFakeEngine:
 
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> tuple[int, ...]:
         return tuple("|".join(str(message["content"]) for message in messages).encode())
+
+    async def tool_call_start(self) -> str:
+        return "<tool_call>"
+
+    async def parse_tools(self, text: str, tools: Any) -> tuple[str, list[dict[str, Any]]]:
+        """Calls as a real engine's parser gives them: JSON between tags, everything else is text."""
+        rest, *documents = text.split("<tool_call>")
+        found = [json.loads(document.removesuffix("</tool_call>")) for document in documents]
+        function = [{"name": call["name"], "arguments": json.dumps(call.get("arguments", {}))} for call in found]
+        return rest.strip(), [{"id": "call_1", "type": "function", "function": each} for each in function]
 
     async def load_adapter(self, version: AdapterVersion, tensors: Mapping[str, Any]) -> LoadReceipt:
         assert tensors, "an adapter has tensors"
@@ -195,4 +207,8 @@ class PlainFakeEngine:
         return os.getpid()
 
 
-FakeEngine: Any = ray.remote(num_cpus=0)(PlainFakeEngine)
+class FakeEngineActor(PlainFakeEngine, AnswersInBatches):
+    """The stand-in as an actor that routers talk to."""
+
+
+FakeEngine: Any = ray.remote(num_cpus=0)(FakeEngineActor)

@@ -33,6 +33,12 @@ class ServingEngine(PlainFakeEngine):
     def render_chat(self, messages: Any, tools: Any = None) -> tuple[int, ...]:  # type: ignore[override]
         return finished(super().render_chat(messages, tools))
 
+    def tool_call_start(self) -> str:  # type: ignore[override]
+        return finished(super().tool_call_start())
+
+    def parse_tools(self, text: str, tools: Any) -> Any:
+        return finished(super().parse_tools(text, tools))
+
     async def score(self, sequences: Any, adapter: str | None) -> list[list[float]]:
         self.reported = {"kv_usage": float(adapter.split("=")[1])} if adapter else {}
         return []

@@ -12,7 +12,7 @@ import pytest
 from actors.scaling import EngineLoad, ScalingLimits, ScalingState, decide
 from benchmarks.simulate import gpu_setup, requests, up_seconds
 from benchmarks.simulate_engine import RESULTS, Clock, Engine, LinearSteps, MeasuredSteps, Sequence
-from benchmarks.simulate_system import Request, Setup, System
+from benchmarks.simulate_system import Request, Setup, Store, System
 from epilora.adapters.slots import SlotMap
 from epilora.errors import AdapterNotFound, NoFreeSlot
 from epilora.fairness.counters import jain
@@ -201,3 +201,16 @@ def test_the_offered_requests_follow_zipfs_law() -> None:
     assert 4500 < len(offered) < 5500
     assert first / len(offered) == pytest.approx(1 / 7.485, rel=0.15)
     assert gpu_setup(1000).max_active == 64_000
+
+
+def test_reads_share_a_stores_disk_and_link() -> None:
+    clock, came = Clock(), list[tuple[str, str, float]]()
+    store = Store(clock, SMALL)
+    for digest in ("a", "b"):
+        store.read(digest, lambda tier, digest=digest: came.append((digest, tier, clock.now_s)))
+    clock.run()
+    assert came == [("a", "disk", 1.5), ("b", "disk", 2.5)]  # the disk takes a second each
+    for digest in ("a", "b"):
+        store.read(digest, lambda tier, digest=digest: came.append((digest, tier, clock.now_s)))
+    clock.run()
+    assert came[2:] == [("a", "host", 3.0), ("b", "host", 3.5)]

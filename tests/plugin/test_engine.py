@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import time
 import types
 
@@ -11,6 +12,7 @@ import torch
 from epilora.adapters.digest import adapter_digest
 from epilora.errors import AdapterNotFound, AdapterRejected, BaseMismatch, EngineDead, NoFreeSlot, PromptTooLong
 from epilora.plugin import register
+from epilora.plugin.tools import ToolCalls
 from epilora.types import AdapterVersion, GenerateRequest, Sampling
 
 from .conftest import run
@@ -690,3 +692,25 @@ def test_info(engine):
     assert info.linear_modules == tuple(module_names())
     assert (info.max_model_len, info.max_loras, info.max_lora_rank, info.eos_token_id) == (256, 3, 16, 1)
     assert len(info.base_digest) == 64
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_tool_calls_are_vllms_parsers_reading(engine):
+    assert engine.tool_call_start() == "<tool_call>"
+    one = '<tool_call>\n{"name": "f", "arguments": {"a": "\u00fc"}}\n</tool_call>'
+    text, calls = engine.parse_tools(f"Let me see. {one}{one}", TOOLS)
+    assert text == "Let me see. "
+    assert [(call["type"], call["function"]["name"]) for call in calls] == [("function", "f")] * 2
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": "\u00fc"}
+    assert calls[0]["id"] != calls[1]["id"]
+    for broken in ("plain", "<tool_call>", "<tool_call>{</tool_call>", "<tool_call>" + "[" * 50_000):
+        assert engine.parse_tools(broken, TOOLS) == (broken, [])
+
+
+def test_an_unknown_tool_parser_is_named_with_those_there_are(engine):
+    with pytest.raises(ValueError, match=r"tool_parser='nothing': this vLLM has .*hermes"):
+        ToolCalls("nothing", engine._tokenizer).start  # noqa: B018
+    llama = ToolCalls("llama3_json", engine._tokenizer)
+    assert llama.start == ""  # it looks for JSON anywhere, so streams wait for the end

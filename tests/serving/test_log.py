@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epilora.log import JsonLines
+from epilora.log import JsonLines, Together
 from epilora.serving.messages import Request
 from tests.serving.serving_parts import Parts, events, run
 
@@ -113,3 +113,31 @@ def test_a_traceback_stays_on_one_line() -> None:
     line = json.loads(text)
     assert line["request_id"] == "r"
     assert "KeyError" in line["traceback"]
+
+
+def test_lines_are_written_together_and_warnings_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[str] = []
+
+    class Sink(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Sink())
+    monkeypatch.setattr(Together, "WRITE_S", 3600.0)
+    handler = Together()
+    logger = logging.Logger("one")
+    logger.addHandler(handler)
+    for number in range(3):
+        logger.info("line %d", number)
+    assert writes == []
+    logger.warning("now")
+    assert writes == ["line 0\nline 1\nline 2\nnow\n"]
+    for number in range(Together.WRITE_LINES):
+        logger.info("%d", number)
+    assert len(writes) == 2
+    logger.info("last")
+    handler.flush()  # what `logging.shutdown` does when the process ends
+    assert writes[-1] == "last\n"
+    handler.flush()
+    assert len(writes) == 3

@@ -1,20 +1,19 @@
 """Tool calls: found whole or in pieces, and nothing a model says is lost."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epilora.serving.tool_calls import ToolCallStream, parse_tool_calls
+from epilora.serving.ports import EngineGone
+from epilora.serving.tool_calls import ToolCallStream
 from epilora.types import GenerateRequest, TokenChunk
 from tests.actors.fake_engine import PlainFakeEngine
 from tests.serving.serving_parts import Parts, events, run
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "\u00fc"}}\n</tool_call>'
-TWO = '<tool_call>{"name": "g"}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
@@ -22,43 +21,22 @@ def names(calls: list[dict[str, Any]]) -> list[str]:
     return [call["function"]["name"] for call in calls]
 
 
-def test_calls_are_taken_out_of_the_text() -> None:
-    text, calls = parse_tool_calls(f"Let me see. {ONE}\n{TWO}")
-    assert text == "Let me see."
-    assert names(calls) == ["f", "g"]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"a": "\u00fc"}
-    assert calls[1]["function"]["arguments"] == "{}"
-    assert calls[0]["id"] != calls[1]["id"]
-    assert parse_tool_calls(ONE.removesuffix("</tool_call>"))[1]  # the end tag may be a stop token
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain",
-        "<tool_call>",
-        "<tool_call>{</tool_call>",
-        '<tool_call>{"name": 3}</tool_call>',
-        "a <tool_call>[1]</tool_call> b",
-        '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
-        "<tool_call>" + "[" * 50000,
-    ],
-)
-def test_what_is_no_call_stays_text(text: str) -> None:
-    assert parse_tool_calls(text) == (text, [])
-
-
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_streams_hold_back_only_what_may_be_a_call(size: int) -> None:
-    whole, stream, sent = f"a < b and <tool> {ONE}", ToolCallStream(), []
+    whole, stream, sent = f"a < b and <tool> {ONE}", ToolCallStream("<tool_call>"), []
     for start in range(0, len(whole), size):
         sent.append(stream.push(whole[start : start + size]))
-    rest, calls = stream.finish()
-    assert "".join(sent) + rest == "a < b and <tool> "
-    assert names(calls) == ["f"]
-    stream = ToolCallStream()
+    assert "".join(sent) == "a < b and <tool> "
+    assert stream.finish() == ONE
+    stream = ToolCallStream("<tool_call>")
     assert [stream.push("x <too"), stream.push("l bench")] == ["x ", "<tool bench"]
-    assert stream.finish() == ("", [])
+    assert stream.finish() == ""
+
+
+def test_a_parser_without_a_known_beginning_holds_everything_back() -> None:
+    stream = ToolCallStream("")
+    assert [stream.push("[f("), stream.push("a=1)]")] == ["", ""]
+    assert stream.finish() == "[f(a=1)]"
 
 
 class Caller(PlainFakeEngine):
@@ -92,5 +70,20 @@ def test_chat_answers_with_calls_only_if_tools_were_given(with_tools: bool, tmp_
         assert (streamed, finish) == ("Hm. ", "tool_calls")
         calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
         assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "f")]
+
+    run(scenario())
+
+
+def test_an_engine_that_dies_before_it_parsed_ends_the_stream_with_an_error_event(tmp_path: Path) -> None:
+    class Dies(Caller):
+        async def parse_tools(self, text: str, tools: Any) -> Any:
+            raise EngineGone("died")
+
+    async def scenario() -> None:
+        parts = Parts(tmp_path, engines=[Dies()])
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 30, "tools": TOOLS}
+        seen = await events(await parts.ask("/v1/chat/completions", {**body, "stream": True}))
+        assert seen[-1]["error"]["code"] == "engine_unavailable"
+        assert parts.core.completions.running == 0
 
     run(scenario())

@@ -25,6 +25,7 @@ import numpy as np
 import ray
 from ray import serve
 
+from actors.channel import AnswersInBatches
 from benchmarks.simulate_engine import LinearSteps
 from epilora.adapters.slots import SlotMap
 from epilora.serving import probe
@@ -114,7 +115,7 @@ class _Row:
     chunks: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
 
 
-class KeepsTime:
+class KeepsTime(AnswersInBatches):
     """A stand-in engine: the slot map, a batch, and steps that take `TIMES`. Loads run between steps."""
 
     def __init__(self, name: str) -> None:

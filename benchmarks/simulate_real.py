@@ -63,12 +63,12 @@ class Small:
     exponent: float = 1.0
     tenants: int = 4
     rate: float = 5.0
-    seconds: float = 120.0
+    seconds: float = 90.0
     tokens: tuple[int, int] = (4, 20)
     prompt: tuple[int, int] = (8, 64)
-    calibration: int = 30
+    calibration: int = 20
     kept_in_memory: int = 16
-    seeds: tuple[int, ...] = (1, 2)
+    seeds: tuple[int, ...] = (1,)
 
     @property
     def adapter_bytes(self) -> int:

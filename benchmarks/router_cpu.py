@@ -160,7 +160,7 @@ async def fairness(folder: str) -> list[dict[str, Any]]:
         engine = ray.get_actor(STUB, namespace=NAMESPACE)
         async with session() as http:
             await asyncio.gather(*(ask(http, call) for call in calls.values()))
-            rate, seconds = 3.0, 30.0  # 16 places of 0.64 s each bear 25 a second
+            rate, seconds = 3.0, 60.0  # 16 places of 0.64 s each bear 25 a second
             rows.append({"case": "ttft", "phase": "solo", "samples_ms": await open_loop(http, stream, rate, seconds)})
             noise = asyncio.create_task(open_loop(http, calls["noisy"], 10 * rate, seconds + 4.0))
             await asyncio.sleep(4.0)

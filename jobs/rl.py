@@ -4,8 +4,8 @@
     ray job submit --working-dir . -- python -m jobs.rl --config configs/rl_small.yaml
 
 Joins the cluster of `RAY_ADDRESS` (which `ray job submit` sets) and shares a running base with equal settings; without one it
-starts everything here. Metrics go to metrics.jsonl and TensorBoard in the run's folder, and to `tracking.wandb` and `tracking.mlflow` where they are set.
-SIGTERM (`ray job stop`) leaves the last checkpoint: `resume=true` goes on.
+starts everything here. Metrics go to metrics.jsonl and TensorBoard in the run's folder, and to `tracking.wandb` and
+`tracking.mlflow` where they are set. SIGTERM (`ray job stop`) leaves the last checkpoint: `resume=true` goes on.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ShardedTrainer:
         }
         for rank, manifest in enumerate(manifests):
             ours, theirs = socket.socketpair()
-            environment = dict(os.environ)
+            environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same modules
             uuids = {entry.values.location.gpu_uuid for entry in manifest.entries} - {""}
             if uuids:
                 environment["CUDA_VISIBLE_DEVICES"] = visible_device(uuids.pop())

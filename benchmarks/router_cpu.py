@@ -4,7 +4,7 @@
 
 Parts: throughput, catalog, fairness, promise, malformed, hammer, soak. Each runs in a process of its own and replaces its rows
 in benchmarks/results/router_cpu.json (`--take` takes rows that another checkout measured); the summary is computed from all rows. Ratios compare rounds that alternate in one
-run. throughput uses Serve's HAProxy ingress where `haproxy` is installed, for both sides.
+run. throughput, catalog and fairness use Serve's HAProxy ingress where `haproxy` is installed, for both sides.
 """
 
 from __future__ import annotations
@@ -81,11 +81,15 @@ def served(*, token_s: float = 0.0, tenants: list[dict[str, Any]], store_root: s
         ray.shutdown()
 
 
+def proxy_used() -> str:
+    return "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+
+
 async def throughput(folder: str) -> list[dict[str, Any]]:
     from benchmarks.router_parts import Call, closed_loop, open_loop, session
 
     rows: list[dict[str, Any]] = []
-    proxy = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+    proxy = proxy_used()
     body = {"model": "stub", "prompt": "hello", "max_tokens": 1}
     with served(
         tenants=[{"name": "bench", "requests_per_min": 6_000_000, "concurrency": 4096}], store_root=folder
@@ -137,7 +141,7 @@ async def catalog(folder: str) -> list[dict[str, Any]]:
                     entries = len((await answer.json())["data"])
                 listed.append((time.perf_counter() - start) * 1e3)
                 assert entries >= 100, entries
-    head = {"names": NAMES, "versions": NAMES * VERSIONS}
+    head = {"names": NAMES, "versions": NAMES * VERSIONS, "proxy": proxy_used()}
     return [
         {"case": "resolve", **head, "samples_ms": [round(sample, 4) for sample in resolved]},
         {"case": "list_http", **head, "page": 100, "samples_ms": [round(sample, 3) for sample in listed[30:]]},
@@ -301,7 +305,7 @@ def measured(part: str, settings: list[str]) -> list[dict[str, Any]]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     # Ray gives its workers niceness 15: beside anything else on the machine they starve, the load generator included.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_worker_niceness": "0"}
-    haproxy = shutil.which("haproxy") if part == "throughput" else None
+    haproxy = shutil.which("haproxy") if part in ("throughput", "catalog", "fairness") else None
     if haproxy:
         environment |= {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy}
     with tempfile.NamedTemporaryFile(suffix=".json") as sink:

@@ -44,7 +44,11 @@ ENVIRONMENT = {
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The campaign's figures from its rows. resumed_bit_equal: 1, 0, or None if no RL run was compared."""
+    """The campaign's figures from its rows.
+
+    leaks: faults after which a placement group, a GPU or an actor was held that should not be. files_left: those after which a dead
+    engine's file was still in shared memory. resumed_bit_equal: 1, 0, or None if no RL run was compared.
+    """
     faults = [row for row in rows if row["case"] == "fault"]
     kept = [row for row in rows if row["case"] == "versions"]
     compared = [row for row in rows if row["case"] == "resumed"]
@@ -87,11 +91,16 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "publishes_failed": total("publishes_failed"),
         "acknowledged_versions": total("acknowledged", kept),
         "lost_versions": total("lost", kept),
-        "leaks": sum(bool(row["leaks"]) for row in faults),
+        "leaks": sum(any(not _is_file(leak) for leak in row["leaks"]) for row in faults),
+        "files_left": sum(any(map(_is_file, row["leaks"])) for row in faults),
         "steps_lost": total("steps_lost"),
         "resumed_bit_equal": int(all(row["steps"] and not row["differing"] for row in compared)) if compared else None,
         "by_kind": by_kind,
     }
+
+
+def _is_file(leak: str) -> bool:
+    return leak.startswith("shared files")
 
 
 def _in_flight(row: dict[str, Any]) -> bool:

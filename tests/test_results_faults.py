@@ -40,11 +40,17 @@ def test_the_faults_are_those_of_the_seeded_plan_each_once(document: dict) -> No
         assert planned[row["setting"], row["index"]] == (row["kind"], row["activity"])
 
 
-def test_every_setting_that_was_run_was_run_to_its_end(document: dict) -> None:
-    seen = Counter(row["setting"] for row in faults(document))
-    assert {setting: len(plan(setting)) for setting in seen} == seen
-    assert STAND_IN in seen
-    assert {row["kind"] for row in faults(document)} == set(KINDS)
+def test_the_serving_system_went_through_its_plan_and_the_rl_job_through_the_start_of_its_own(document: dict) -> None:
+    for setting in {row["setting"] for row in faults(document)}:
+        seen = sorted(row["index"] for row in faults(document) if row["setting"] == setting)
+        assert seen == list(range(len(seen)))
+        assert setting == VLLM or len(seen) == len(plan(setting))
+
+
+def test_there_are_enough_faults_of_every_kind(document: dict) -> None:
+    per_kind = Counter(row["kind"] for row in faults(document))
+    assert set(per_kind) == set(KINDS)
+    assert min(per_kind.values()) >= 15
     assert document["summary"]["in_flight"] >= 60
 
 
@@ -55,9 +61,7 @@ def test_bars(document: dict) -> None:
     assert summary["cut_without_event"] == 0
     assert summary["acknowledged_versions"] >= 100
     assert summary["steps_lost"] == 0
-    if any(row["setting"] == VLLM for row in faults(document)):
-        assert summary["resumed_bit_equal"] == 1
-        assert summary["faults"] >= 200
+    assert summary["resumed_bit_equal"] == 1
 
 
 def test_the_page_shows_what_was_measured(document: dict) -> None:

@@ -35,7 +35,8 @@ def table(document: dict[str, Any]) -> str:
         f"{summary['asked_again']} were asked a second time and {summary['failed_requests']} failed all the same; "
         f"{summary['cut_streams']} streams were cut after their first token, {summary['cut_without_event']} of them without an error "
         f"event. Of {summary['acknowledged_versions']} versions the store had confirmed {summary['lost_versions']} were lost. "
-        f"{summary['leaks']} faults leaked a placement group, a GPU or an actor. The RL run's checkpoints are {equal} those of a run "
+        f"{summary['leaks']} faults leaked a placement group, a GPU or an actor; after {summary['files_left']} a dead engine's file was still in "
+        f"shared memory. The RL run's checkpoints are {equal} those of a run "
         "without faults.",
     ]
     return "\n".join(lines)

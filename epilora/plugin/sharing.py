@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 import pathlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,8 +53,7 @@ class SharedFile:
             self.offsets.append(size)
             size += -(-shared.bytes_view.nbytes // PAGE_BYTES) * PAGE_BYTES
         self.num_bytes = max(size, PAGE_BYTES)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # held while this process lives: `remove_abandoned` reads it
+        descriptor = _locked_file(path)
         self._lock: int | None = descriptor
         try:
             try:
@@ -140,16 +138,26 @@ def weight_entries(
     return tuple(entries)
 
 
-def remove_abandoned(folder: str, prefix: str) -> list[str]:
-    """Remove files `prefix*` whose engine was killed before it could (nobody holds their lock); their paths.
+def _locked_file(path: str) -> int:
+    """Descriptor of a new file that is locked before it has its name; the lock is held while this process lives."""
+    unnamed = f"{path}.new"
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.link(unnamed, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        os.unlink(unnamed)
+    return descriptor
 
-    Files younger than a minute are left: their maker may not have taken the lock yet.
-    """
+
+def remove_abandoned(folder: str, prefix: str) -> list[str]:
+    """Remove files `prefix*` whose engine was killed before it could (nobody holds their lock); their paths."""
     removed = []
     for path in sorted(pathlib.Path(folder).glob(f"{prefix}*.weights")):
         try:
-            if time.time() - path.stat().st_mtime < 60:
-                continue
             descriptor = os.open(path, os.O_RDWR)
         except FileNotFoundError:  # its engine ended just now
             continue

@@ -134,7 +134,7 @@ def test_the_summary_counts_what_went_wrong() -> None:
         row("engine", STAND_IN, slowest_request_s=3.0, requests=10, asked_again=2, failed_requests=1, cut_streams=2,
             cut_without_event=1, wrong_answers=1, in_flight={"streams": 2}, leaks=["1 GPU"]),
         row("engine", STAND_IN, slowest_request_s=1.0, requests=5, recovery_s=4.0, outcome="waited 90 s", publishes_failed=1),
-        row("engine", VLLM, in_flight={"rl_steps": 1}, steps_lost=1),
+        row("engine", VLLM, in_flight={"rl_steps": 1}, steps_lost=1, leaks=["shared files ['a', 'b']"]),
         {"case": "versions", "acknowledged": 7, "lost": 1},
         {"case": "resumed", "steps": 9, "differing": [4]},
     ]  # fmt: skip
@@ -143,7 +143,7 @@ def test_the_summary_counts_what_went_wrong() -> None:
     assert seen == {
         "faults": 3, "in_flight": 2, "not_recovered": 1, "requests": 15, "asked_again": 2, "failed_requests": 1,
         "wrong_answers": 1, "cut_streams": 2, "cut_without_event": 1, "publishes_failed": 1, "acknowledged_versions": 7,
-        "lost_versions": 1, "leaks": 1, "steps_lost": 1, "resumed_bit_equal": 0,
+        "lost_versions": 1, "leaks": 1, "files_left": 1, "steps_lost": 1, "resumed_bit_equal": 0,
     }  # fmt: skip
     assert by_kind["engine (stand-in)"]["recovery_s_p50"] == 3.0
     assert by_kind["engine (stand-in)"]["slowest_request_s_max"] == 3.0

@@ -94,14 +94,19 @@ def test_only_files_of_killed_engines_are_removed(tmp_path):
         "shared = SharedFile(sys.argv[1], [SharedTensor(torch.ones(4))])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    dead, young, used = (str(tmp_path / f"epilora-base-{name}.weights") for name in ("dead", "young", "used"))
-    for path in (dead, young):
-        subprocess.run([sys.executable, "-c", program, path], check=False)
+    dead, used = (str(tmp_path / f"epilora-base-{name}.weights") for name in ("dead", "used"))
+    subprocess.run([sys.executable, "-c", program, dead], check=False)
     alive = SharedFile(used, [SharedTensor(torch.ones(4))])
     (tmp_path / "someone-elses.weights").write_bytes(b"x")
-    for path in (dead, used, tmp_path / "someone-elses.weights"):
-        os.utime(path, (1, 1))
     assert remove_abandoned(str(tmp_path), "epilora-base-") == [dead]
-    assert os.path.exists(young)
-    assert os.path.exists(used)
+    assert sorted(os.listdir(tmp_path)) == ["epilora-base-used.weights", "someone-elses.weights"]
     alive.unlink()
+
+
+def test_a_name_that_is_taken_is_not_touched(tmp_path):
+    taken = tmp_path / "epilora-base-taken.weights"
+    taken.write_bytes(b"x")
+    with pytest.raises(FileExistsError):
+        SharedFile(str(taken), [SharedTensor(torch.ones(4))])
+    assert os.listdir(tmp_path) == [taken.name]
+    assert taken.read_bytes() == b"x"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.readme_rows import FORMAT_ROWS, KERNEL_ROWS, ONE_COPY_ROWS, SERVING_ROWS
+from benchmarks.readme_rows import FORMAT_ROWS, KERNEL_ROWS, ONE_COPY_ROWS, ROUTER_ROWS, SERVING_ROWS
 from jobs.report import accuracy_text, table_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,6 +157,12 @@ def rewritten(text: str) -> str:
             "Qwen3-8B shape, FP8 base, rank-64 adapters",
             f"{machine_text('serving_h200.json')}; vLLM's fastest is the best of the default and tuned LoRA kernels on one and two "
             "streams that the same run measured. `python -m benchmarks.serving`. ",
+        ),
+        "router": summary_block(
+            "router_cpu.json",
+            ROUTER_ROWS,
+            "store and router, two cores, no GPU",
+            "`python -m benchmarks.router_cpu`. ",
         ),
         "one_copy": summary_block("rl_h200.json", ONE_COPY_ROWS, "Qwen3-8B shape, rank 64, one H200"),
         "formats": summary_block("formats_h200.json", FORMAT_ROWS, "adapters in FP8 and NVFP4"),

@@ -1,4 +1,4 @@
-"""What the README says of each GPU results file: (text, key of its summary, format)."""
+"""What the README says of a results file: (text, key of its summary, format)."""
 
 from __future__ import annotations
 
@@ -54,3 +54,22 @@ FORMAT_ROWS = (
     ("of these failed, a conversion spoilt on purpose included", "quality_refused", "{:.0f}"),
     ("failed and served all the same", "quality_failed_served", "{:.0f}"),
 )
+ROUTER_ROWS = (
+    ("requests/s over a Serve app that only forwards to the same stub engine, both behind Serve's HAProxy", "requests_over_bare_serve", "{:.2f}x"),
+    ("requests/s", "requests_per_s", "{:.0f}"),
+    ("added over that app at half its load: p99, median of paired rounds", "added_p99_ms", "{:+.1f} ms"),
+    ("the same over all rounds, stalls of either side included", "added_p99_all_rounds_ms", "{:+.1f} ms"),
+    ("added to the median", "added_p50_ms", "{:+.1f} ms"),
+    ("10,000 versions: resolve a name inside the store, p99", "resolve_ms", "{:.2f} ms"),
+    ("the same: a page of 100 models over HTTP, p99", "list_http_ms", "{:.1f} ms"),
+    ("Jain's index of four tenants' tokens, one of them with ten times the clients", "jain", "{:.3f}"),
+    ("a tenant's p99 TTFT beside a neighbour that sends ten times as much, over alone", "worst_p99_over_solo", "{:.2f}x"),
+    ("tenants' p99 TTFT with RL on over off, vLLM's CPU engine, under a promise", "rl_on_p99_over_off", "{:.2f}x"),
+    ("RL steps/s kept beside those tenants", "rl_rate_over_solo", "{:.2f}x"),
+    ("malformed adapters, each refused for its own reason", "malformed_adapters", "{:.0f}"),
+    ("malformed requests, the same", "malformed_requests", "{:.0f}"),
+    ("answers while versions were published, promoted, rolled back, collected and engines died, at full speed", "hammer_answers", "{:,.0f}"),
+    ("of these mixed, or lost", "hammer_mixed_or_lost", "{:.0f}"),
+    ("the same, slowly, for", "soak_s", "{:,.0f} s"),
+    ("its resident memory's slope", "soak_growth_mib_per_h", "{:+.1f} MiB/h"),
+)  # fmt: skip

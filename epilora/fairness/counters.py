@@ -33,12 +33,14 @@ class TokenCounters:
     def __init__(self) -> None:
         self._clients: dict[str, _Client] = {}
         self._floor = 0.0
+        self._active_weight = 0.0
 
     def arrive(self, client: str, weight: float = 1.0) -> None:
         """A request of this client came in."""
         if weight <= 0:
             raise ValueError(f"fairness: weight of {client} is {weight}; it must be above 0")
         entry = self._clients.setdefault(client, _Client())
+        self._active_weight += weight - (entry.weight if entry.active else 0.0)
         entry.weight = weight
         if entry.active == 0:
             active = [other.counter for other in self._clients.values() if other.active]
@@ -57,10 +59,16 @@ class TokenCounters:
         entry = self._clients[client]
         entry.active -= 1
         if entry.active == 0:
+            self._active_weight -= entry.weight
             # Clients are few, but names come from configuration that may change: forget those that owe nothing.
             idle = [name for name, c in self._clients.items() if not c.active and c.counter <= self._floor]
             for name in idle:
                 del self._clients[name]
+
+    def share(self, client: str) -> float:
+        """Its weight over those of all clients with something waiting or running; 0 for one that has nothing."""
+        entry = self._clients[client]
+        return entry.weight / self._active_weight if entry.active else 0.0
 
     def counter(self, client: str) -> float:
         """Virtual tokens charged so far, 0 for a client never seen or forgotten."""

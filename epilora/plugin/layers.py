@@ -124,6 +124,8 @@ def fp8_activations(model: torch.nn.Module) -> dict[str, int]:
         weight = getattr(layer, "weight", None) if isinstance(layer, LinearBase) else None
         if weight is not None and weight.dtype == torch.float8_e4m3fn:
             found["w8a16" if isinstance(layer.quant_method, MatchedLinearMethod) else "w8a8"] += 1
+        elif weight is not None and weight.dtype == torch.int32:  # vLLM's Marlin packs four codes into one
+            found["marlin"] += 1
     return dict(found)
 
 

@@ -51,7 +51,7 @@ class Completions:
     ) -> None:
         self._fleet, self._catalog, self._config, self._metrics, self._clock = fleet, catalog, config, metrics, clock
         self._limits = limits
-        self.gate = FairGate(config.max_active, config.max_queue)
+        self.gate = FairGate(config.max_active, config.max_queue, config.max_active // 4)
         self._token_texts: dict[tuple[str, int], str] = {}
         self.running = 0
 

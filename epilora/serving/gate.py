@@ -29,10 +29,13 @@ class Turn:
 
 
 class FairGate:
-    """At most `places` requests at a time, by virtual token counters. queue_limit: waiting requests per client."""
+    """At most `places` requests at a time, by virtual token counters, and `spare` more of clients below their share.
 
-    def __init__(self, places: int, queue_limit: int = 1024) -> None:
-        self._turns: TurnQueue[asyncio.Future[None]] = TurnQueue(places)
+    queue_limit: waiting requests per client.
+    """
+
+    def __init__(self, places: int, queue_limit: int = 1024, spare: int = 0) -> None:
+        self._turns: TurnQueue[asyncio.Future[None]] = TurnQueue(places, spare)
         self._queue_limit = queue_limit
 
     @property

@@ -25,7 +25,8 @@ class Timeouts:
 class CoreConfig:
     """base_names: further names of the base beside the engine's own. max_running: requests in the router before 429.
 
-    max_active: requests the engines work on at once; beyond it tenants take turns by virtual token counters.
+    max_active: requests the engines work on at once; beyond it tenants take turns by virtual token counters, except that a
+    quarter more may enter of tenants that have less than their share running.
     max_queue: waiting requests per tenant before 429.
 
     import_roots: folders /v1/load_lora_adapter may read from; empty: any (the caller holds an admin key).

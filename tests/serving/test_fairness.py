@@ -194,3 +194,40 @@ def test_turns_without_an_event_loop() -> None:
     turns.give_up("b", "b2")
     assert (turns.leave("b", 0.0), turns.waiting, turns.counters.counter("a")) == (["a2"], 0, 22.0)
     assert (turns.leave("a", 0.0), turns.running) == ([], 0)
+
+
+def test_a_client_below_its_share_takes_a_spare_place_and_no_more_than_its_share() -> None:
+    turns: TurnQueue[str] = TurnQueue(4, spare=2)
+    assert [turns.enter("noisy", f"n{index}", 1.0) for index in range(6)] == [True] * 4 + [False] * 2
+    assert turns.enter("quiet", "q0", 1.0)  # 0 running of a share of 2
+    assert turns.enter("quiet", "q1", 1.0)
+    assert not turns.enter("quiet", "q2", 1.0)  # no spare place is left, and it has its share
+    assert turns.running == 6
+    assert turns.leave("noisy", 0.0) == []  # 5 still run, more than the 4 ordinary places
+    assert turns.enter("third", "t0", 1.0)  # 0 running of a share of 4/3
+    assert turns.leave("quiet", 0.0) == ["q2"]  # a spare place again, and 1 of its share of 4/3 runs
+    for _ in range(3):
+        turns.leave("noisy", 0.0)
+    turns.leave("quiet", 0.0)
+    assert turns.running + turns.waiting == 4
+    assert turns.counters.share("third") == pytest.approx(1 / 3)
+
+
+def test_without_spare_places_the_bound_is_hard() -> None:
+    turns: TurnQueue[str] = TurnQueue(1)
+    assert turns.enter("noisy", "n", 1.0)
+    assert not turns.enter("quiet", "q", 1.0)
+    with pytest.raises(ValueError, match="spare=-1"):
+        TurnQueue(1, -1)
+
+
+def test_shares_are_of_the_weights_of_those_who_ask() -> None:
+    counters = TokenCounters()
+    counters.arrive("a", 3.0)
+    counters.arrive("b", 1.0)
+    assert (counters.share("a"), counters.share("b")) == (0.75, 0.25)
+    counters.arrive("b", 2.0)  # its weight was configured anew
+    assert counters.share("b") == pytest.approx(0.4)
+    counters.leave("b")
+    counters.leave("b")
+    assert counters.share("a") == 1.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.router_soak import flatness, run_soak, slope
@@ -49,16 +47,17 @@ def test_flat_is_the_last_quarter_against_the_second() -> None:
     assert flatness([(1.0, 10.0)], 100.0)["flat"] is False
 
 
-def test_a_watermark_that_is_not_the_versions_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The check itself: an engine that answers with another adapter's words is caught."""
+@pytest.mark.parametrize(("text", "seen"), [("00000000:1 ", "mixed"), ("", "lost")])
+def test_a_wrong_or_missing_word_is_seen(monkeypatch: pytest.MonkeyPatch, text: str, seen: str) -> None:
+    """The check itself: an engine that answers with another adapter's words, or leaves one out at the end, is caught."""
     from tests.actors.fake_engine import PlainFakeEngine
 
     stream = PlainFakeEngine.stream
 
-    async def mixed(self: PlainFakeEngine, request):  # type: ignore[no-untyped-def]
+    async def spoilt(self: PlainFakeEngine, request):  # type: ignore[no-untyped-def]
         async for chunk in stream(self, request):
-            text = chunk.text if chunk.completion_tokens != 2 else "00000000:1 "
-            yield type(chunk)(**{**vars(chunk), "text": text})
+            spoil = chunk.completion_tokens == 2 if text else chunk.finish_reason is not None
+            yield type(chunk)(**{**vars(chunk), "text": text if spoil else chunk.text})
 
-    monkeypatch.setattr(PlainFakeEngine, "stream", mixed)
-    assert run_soak(3.0)["mixed"] > 0
+    monkeypatch.setattr(PlainFakeEngine, "stream", spoilt)
+    assert run_soak(2.0)[seen] > 0

@@ -18,7 +18,7 @@ from typing import Any
 
 from epilora.types import Completion, GenerateRequest, TokenChunk
 
-GAP_S = 0.001
+GAP_S = 0.002
 IDLE_S = 60.0  # a stream without requests ends, so that one whose router died does not stay for ever
 Call = tuple[int, str, Any]  # number, "generate" or "stream", what to ask
 Answer = tuple[int, Any, bool]  # number, a value or an exception, is it the last of this call

@@ -39,7 +39,7 @@ from actors.launch import (
 )
 from actors.scaling import EngineLoad, LoadWatch, ScalingState, decide
 from epilora import log
-from epilora.errors import EngineDead
+from epilora.errors import EngineDead, TrainerDead
 from epilora.types import EngineInfo, EngineStats
 
 __all__ = ["NAMESPACE", "POOL_NAME", "BaseRequest", "EnginePool", "get_or_create_pool"]
@@ -274,11 +274,17 @@ class EnginePool:
         """Whether the actor of this method answers; one that is merely busy lives."""
         try:
             await asyncio.wait_for(as_future(call.remote()), ANSWER_S)
-        except (RayError, EngineDead) as err:
+        except (RayError, EngineDead, TrainerDead) as err:
             return not _means_death(err)
         except TimeoutError:
             logger.info("an actor that was asked whether it lives is busy")
         return True
+
+    async def _trainer_lives(self, running: RunningEngine) -> bool:
+        """Whether an engine's trainer runs and has all its ranks; so does one that was never wanted."""
+        if running.trainer is None:
+            return True
+        return not _is_dead(running.trainer) and await self._lives(running.trainer.ready)
 
     def _leased(self, name: str) -> bool:
         return any(name in lease.bases for lease in self._leases.values())
@@ -314,12 +320,13 @@ class EnginePool:
         if base.lock.locked():
             return  # it is being started or stopped
         loads, dead = await self._loads(base)
+        alone = [running for running in base.engines if not await self._trainer_lives(running)]
         async with base.lock:
             for running in [e for e in dead if e in base.engines]:
                 logger.warning("engine %s died", running.name)
                 # The first one's trainer goes with it: it maps the dead engine's weights.
                 await self._stop(base, running)
-            for running in [e for e in base.engines if e.trainer is not None and _is_dead(e.trainer)]:
+            for running in [e for e in base.engines if e in alone]:
                 await self._renew_trainer(base, running)
             if any(running.name in base.draining for running in base.engines):
                 return
@@ -477,7 +484,7 @@ def _is_dead(handle: Any) -> bool:
 
 
 def _means_death(err: Exception) -> bool:
-    return isinstance(err, ActorDiedError | EngineDead)
+    return isinstance(err, ActorDiedError | EngineDead | TrainerDead)
 
 
 def _difference(running: BaseRequest, wanted: BaseRequest) -> str:

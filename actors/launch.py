@@ -24,6 +24,7 @@ from actors.placement import Choice, NodeView, explain, first_that_fits, waits
 from actors.scaling import ScalingLimits
 from actors.trainer import TrainerActor
 from epilora.errors import PlacementInfeasible
+from epilora.gpus import visible_device
 from epilora.quant.manifest import WeightManifest
 from epilora.types import EngineInfo
 
@@ -234,7 +235,7 @@ async def _names_free(*names: str, patience_s: float = 20.0) -> None:
 
 
 def _uuids(name: str, manifests: Sequence[WeightManifest]) -> list[str]:
-    """UUIDs of the engine's devices by tensor-parallel rank."""
+    """UUIDs of the engine's devices by tensor-parallel rank, as CUDA_VISIBLE_DEVICES takes them."""
     uuids: list[str] = []
     for manifest in sorted(manifests, key=lambda manifest: manifest.tp_rank):
         found = {entry.values.location.gpu_uuid for entry in manifest.entries} - {""}
@@ -243,7 +244,7 @@ def _uuids(name: str, manifests: Sequence[WeightManifest]) -> list[str]:
                 f"engine {name!r}, rank {manifest.tp_rank}: its weights name the devices {sorted(found)}; a trainer that takes "
                 "no GPU of Ray's needs exactly one GPU UUID a rank"
             )
-        uuids += found
+        uuids += map(visible_device, found)
     return uuids
 
 

@@ -176,6 +176,14 @@ class Trainer(Protocol):
 
     def load_state(self, session: str, state: bytes) -> None: ...
 
+    def close(self) -> None:
+        """Let go of the base; nothing else may be called afterwards."""
+        ...
+
+    def check(self) -> None:
+        """Raise TrainerDead if a rank of the trainer is gone. May be called beside another call; never waits for it."""
+        ...
+
     def memory(self) -> dict[str, int]:
         """private_bytes, peak_private_bytes, shared_bytes (the mapped base), largest_dequantised_bytes."""
         ...

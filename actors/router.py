@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import sys
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +30,6 @@ from epilora.serving.ports import EngineGone
 from epilora.serving.tenants import TenantRegistry, tenant_from_dict
 
 REPORT_S = 1.0
-SWITCH_S = 0.0005
 logger = logging.getLogger(__name__)
 
 
@@ -60,8 +58,6 @@ class CoServingRouter:
         self._following = asyncio.get_running_loop().create_task(self._follow())
         if hub is not None:
             self._reporting = asyncio.get_running_loop().create_task(self._report())
-        # Serve's event loop and this one are threads that hand each request to and fro; Python lets go of its lock every 5 ms.
-        sys.setswitchinterval(SWITCH_S)
         gc.collect()
         gc.freeze()  # or a full collection walks over all that the imports made while every request waits
 

@@ -34,6 +34,8 @@ class TrainerActor:
         return self._trainer.train_rl_together(requests)
 
     def ready(self) -> bool:
+        """Answers beside a step that runs. Raises TrainerDead if the trainer has lost a rank."""
+        self._trainer.check()
         return True
 
     def pid(self) -> int:

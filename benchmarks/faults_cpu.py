@@ -44,7 +44,7 @@ ENVIRONMENT = {
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The campaign's figures from its rows."""
+    """The campaign's figures from its rows. resumed_bit_equal: 1, 0, or None if no RL run was compared."""
     faults = [row for row in rows if row["case"] == "fault"]
     kept = [row for row in rows if row["case"] == "versions"]
     compared = [row for row in rows if row["case"] == "resumed"]
@@ -89,7 +89,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "lost_versions": total("lost", kept),
         "leaks": sum(bool(row["leaks"]) for row in faults),
         "steps_lost": total("steps_lost"),
-        "resumed_bit_equal": int(bool(compared) and all(row["steps"] and not row["differing"] for row in compared)),
+        "resumed_bit_equal": int(all(row["steps"] and not row["differing"] for row in compared)) if compared else None,
         "by_kind": by_kind,
     }
 
@@ -177,16 +177,19 @@ def compare_runs(work: Path) -> dict[str, Any]:
 
 
 def finish(work: Path, path: Path) -> None:
-    """Write the results file and the page from what the calls left in `work`."""
+    """Write the results file and the page from what the calls left in `work`; a setting that was not run is left out."""
     from benchmarks.faults import report
 
     path.unlink(missing_ok=True)
     results = Results(path, summarise, command_line("python -m benchmarks.faults_cpu", sys.argv[1:]))
     for setting in (STAND_IN, VLLM):
+        if not rows_path(work, setting).exists():
+            continue
         kept = json.loads(rows_path(work, setting).read_text())
         results.rows += kept["rows"]
         results.runs += kept["runs"]
-    for row in (check_versions(work), compare_runs(work)):
+    whole = [compare_runs(work)] if (work / "rl-whole").exists() else []
+    for row in (check_versions(work), *whole):
         results.rows.append({**row, "run_id": results.run_id})
         print(row)
     results.write()

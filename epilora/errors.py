@@ -45,3 +45,7 @@ class UnsupportedKernel(EpiloraError):
 
 class EngineDead(EpiloraError):
     """The engine's step loop failed or was closed; the message carries the first error. Start a new engine."""
+
+
+class TrainerDead(EpiloraError):
+    """A trainer lost one of its ranks; the message says which and how. Start a new one and resume from a checkpoint."""

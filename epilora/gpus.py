@@ -73,3 +73,8 @@ GPU_TYPES: dict[str, GpuType] = {
         GpuType("A100", 81_920 * MIB, 80, ("16bit",), "none", "none", "none"),
     )
 }
+
+
+def visible_device(uuid: str) -> str:
+    """A GPU's UUID as CUDA_VISIBLE_DEVICES takes it: torch gives it without what it is the UUID of."""
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

@@ -151,12 +151,22 @@ def _plan_cpu(config: JobConfig, facts: ModelFacts, available_bytes: int | None)
             f"trainer.placement={config.trainer.placement.value} needs a GPU; without one the trainer maps the engine's copy: "
             "shared_kv_kept or shared_kv_released"
         )
+    _check_split(facts, config.engine.tensor_parallel)
+    ranks = config.engine.tensor_parallel
+    processes = ranks if ranks == 1 else ranks + 1  # each rank is one, and so is what stands before them
     lines = [
-        *sizing.engine_lines(config.engine, facts, kv_in_training=True),
-        sizing.engine_step_bytes(config.engine, facts),
-        *sizing.trainer_lines(config, facts, on_gpu=False),
-        MemoryLine("engine process (vLLM imported)", CPU_ENGINE_PROCESS_BYTES),
-        MemoryLine("trainer process (torch, transformers imported)", CPU_TRAINER_PROCESS_BYTES),
+        replace(line, count_bytes=line.count_bytes * ranks)
+        for line in (
+            *sizing.engine_lines(config.engine, facts, kv_in_training=True),
+            sizing.engine_step_bytes(config.engine, facts),
+            *sizing.trainer_lines(config, facts, on_gpu=False),
+        )
+    ]
+    lines += [
+        MemoryLine(f"{processes} engine process(es) (vLLM imported)", CPU_ENGINE_PROCESS_BYTES * processes),
+        MemoryLine(
+            f"{processes} trainer process(es) (torch, transformers imported)", CPU_TRAINER_PROCESS_BYTES * processes
+        ),
         MemoryLine("Ray, Serve, store and driver", CPU_RAY_BYTES),
     ]
     environment = {
@@ -253,6 +263,11 @@ def _sort_out(config: JobConfig, facts: ModelFacts) -> tuple[tuple[Candidate, ..
 
 
 def _check_split(facts: ModelFacts, shards: int) -> None:
+    if facts.kv_heads % shards:
+        raise ValueError(
+            f"engine.tensor_parallel={shards} does not divide {facts.kv_heads} key and value heads, which its ranks would hold "
+            "twice and train apart; allowed: a divisor of them"
+        )
     for kind in facts.layer_kinds:
         for linear in kind.linears:
             side, what = (linear.K, "in") if linear.row_parallel else (linear.N, "out")

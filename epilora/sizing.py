@@ -222,6 +222,14 @@ def trainer_lines(config: JobConfig, facts: ModelFacts, *, on_gpu: bool) -> list
     states = MemoryLine(
         f"trainer: adapter, gradient, two moments, rank {rank}", 16 * adapter, f"{adapter:,} x 4 x 4 B (fp32)"
     )
+    if on_gpu and shards > 1:
+        whole = facts.adapter_parameters(rank, 1)
+        how = f"{whole:,} x 4 B"
+        return [
+            states,
+            MemoryLine("trainer: the whole adapter, for the engine's rank here", 4 * whole, how),
+            *computing,
+        ]
     return [states, *computing]
 
 

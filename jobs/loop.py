@@ -132,8 +132,11 @@ class RLLoop:
         task: Any,
         run_dir: Path,
         record: Callable[[int, Mapping[str, float]], None],
+        drafts: bool = True,
     ) -> None:
+        """drafts: whether the engine takes adapters where the trainer has them, before they are durable (on one GPU)."""
         self.config = config
+        self._drafts = drafts
         self._engine, self._trainer, self._store, self._task = engine, trainer, store, task
         self._record = record
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.rl.keep_checkpoints)
@@ -373,7 +376,9 @@ class RLLoop:
 
         curves: figures of the step that made it, kept with the version for operators to see.
         """
-        spec, shared = await self._trainer.shared_adapter(self.session)
+        shared = None
+        if self._drafts:
+            spec, shared = await self._trainer.shared_adapter(self.session)
         if shared is None:
             spec, tensors = await self._trainer.adapter(self.session)
             version = await self._store_version(spec, tensors, curves)

@@ -23,7 +23,7 @@ from epilora.tasks import load_task
 from epilora.types import AdapterVersion, GenerateRequest, Sampling
 from jobs.command import job_main, prepare_run_dir
 from jobs.loop import rollout_seed
-from jobs.system import TRAINER_FACTORY, System, trainer_kwargs
+from jobs.system import System, trainer_factory, trainer_kwargs
 
 # The trainers, by what they are told beside the configuration's own.
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -63,9 +63,9 @@ def k3_kl(engine: Sequence[float], trainer: Sequence[float]) -> float:
 
 
 async def measure(
-    config: JobConfig, engine: Any, trainer_factory: Any, version: AdapterVersion | None, tensors: Mapping[str, Any]
+    config: JobConfig, engine: Any, make: Any, version: AdapterVersion | None, tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Sample, compute with each trainer in turn, take apart. engine: awaitable part; the version is loaded already."""
+    """Sample, compute with each trainer in turn, take apart. engine: awaitable part; make: the trainer's class; the version is loaded already."""
     task = load_task(config.task.path, **config.task.args)
     requests = [
         GenerateRequest(
@@ -89,13 +89,13 @@ async def measure(
     manifests = await engine.export_weights()
     computed: dict[str, list[float]] = {}
     for name, told in TRAINERS.items():
-        trainer = trainer_factory(**trainer_kwargs(config) | {"offloaded": False} | told)
+        trainer = make(**trainer_kwargs(config) | {"offloaded": False} | told)
         trainer.attach(manifests)
         if version is not None:
             trainer.open_adapter("m", version.spec, tensors)
         found = trainer.logprobs(None if version is None else "m", sequences)
         computed[name] = [value for one in found for value in one]
-        del trainer
+        trainer.close()
     rounds = config.engine.activations is Activations.w8a8 and config.engine.quantization != "none"
     parts = decompose(sampled, computed, rounds=rounds)
     return {
@@ -135,7 +135,7 @@ async def run(config: JobConfig) -> dict[str, Any]:
             version = await system.store.resolve(config.evaluation.adapter)
             tensors = await system.store.tensors(version.digest)
             await system.engine.load_adapter(version, tensors)
-        result = await measure(config, system.engine, load_object(TRAINER_FACTORY), version, tensors)
+        result = await measure(config, system.engine, load_object(trainer_factory(config)), version, tensors)
     (run_dir / "mismatch.json").write_text(json.dumps(result, indent=1))
     print(table(result))
     return result

@@ -35,6 +35,7 @@ from jobs.recorder import Recorder, read_metrics
 from jobs.sft import train_supervised
 from jobs.statistics import percentile
 from jobs.system import System
+from jobs.trackers import make_trackers
 from jobs.traffic import Answer, Tenant, Traffic
 
 
@@ -100,7 +101,7 @@ async def _use(config: JobConfig, system: System, task: Any, run_dir: Path, stag
     traffic.start()
     with stages.stage("tenants alone"):
         await asyncio.sleep(config.tenant_baseline_s)
-    recorder = Recorder(run_dir, config.rl.steps)
+    recorder = Recorder(run_dir, config.rl.steps, trackers=make_trackers(config, run_dir))
     loop = RLLoop(
         config,
         engine=engine,
@@ -109,6 +110,7 @@ async def _use(config: JobConfig, system: System, task: Any, run_dir: Path, stag
         task=task,
         run_dir=run_dir,
         record=recorder.step,
+        drafts=system.one_engine,
     )
     with stages.stage(f"{config.rl.steps} RL steps beside the tenants"):
         await loop.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from epilora.errors import EngineDead
+from epilora.errors import EngineDead, TrainerDead
 from jobs.loop import RLLoop
 
 MOST_FRUITLESS = 3  # deaths in a row without a completed step between them: the step itself may be what kills
@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 def means_death(err: BaseException) -> bool:
     """Whether a part is gone or cannot be reached (an error that a living part raised is not that)."""
-    return isinstance(err, EngineDead) or (isinstance(err, RayError) and not isinstance(err, RayTaskError))
+    return isinstance(err, EngineDead | TrainerDead) or (
+        isinstance(err, RayError) and not isinstance(err, RayTaskError)
+    )
 
 
 async def train_through(loop: RLLoop, system: Any) -> int:

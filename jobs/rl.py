@@ -4,7 +4,8 @@
     ray job submit --working-dir . -- python -m jobs.rl --config configs/rl_small.yaml
 
 Joins the cluster of `RAY_ADDRESS` (which `ray job submit` sets) and shares a running base with equal settings; without one it
-starts everything here. SIGTERM (`ray job stop`) leaves the last checkpoint: `resume=true` goes on.
+starts everything here. Metrics go to metrics.jsonl and TensorBoard in the run's folder, and to `tracking.wandb` and
+`tracking.mlflow` where they are set. SIGTERM (`ray job stop`) leaves the last checkpoint: `resume=true` goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jobs.loop import RLLoop
 from jobs.recorder import Recorder
 from jobs.revival import train_through
 from jobs.system import System
+from jobs.trackers import make_trackers
 
 
 async def run(config: JobConfig) -> dict[str, Any]:
@@ -30,7 +32,7 @@ async def run(config: JobConfig) -> dict[str, Any]:
     task = load_task(config.task.path, **config.task.args)
     async with System(config, router=False) as system:
         checksum = await system.engine.base_checksum()
-        recorder = Recorder(run_dir, config.rl.steps)
+        recorder = Recorder(run_dir, config.rl.steps, trackers=make_trackers(config, run_dir))
         loop = RLLoop(
             config,
             engine=system.engine,
@@ -39,6 +41,7 @@ async def run(config: JobConfig) -> dict[str, Any]:
             task=task,
             run_dir=run_dir,
             record=recorder.step,
+            drafts=system.one_engine,
         )
         await loop.start()
         started_at = loop.step

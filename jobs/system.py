@@ -20,6 +20,7 @@ from actors.engine_pool import NAMESPACE, BaseRequest, get_or_create_pool
 from actors.handles import RemotePart
 from actors.placement import Choice
 from actors.scaling import ScalingLimits
+from actors.spread import EngineSet
 from epilora import planner
 from epilora.config.schema import EngineConfig, JobConfig
 from epilora.models import resolve_model_path
@@ -34,6 +35,7 @@ from jobs.loop import policy_name
 ENGINE_FACTORY = "epilora.plugin.engine:VllmEngine"
 ROUTER_APP = "router"
 TRAINER_FACTORY = "epilora.trainer.trainer:LoraTrainer"
+SHARDED_FACTORY = "epilora.trainer.sharded:ShardedTrainer"
 # Serve gives up on a proxy that has not started within 5 s and starts another, which makes a busy machine busier.
 WORKERS = {
     "env_vars": {
@@ -63,7 +65,7 @@ def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
         trainer_name=trainer.name,
         engine_factory=ENGINE_FACTORY,
         engine_kwargs=engine_kwargs(engine, model_path),
-        trainer_factory=TRAINER_FACTORY,
+        trainer_factory=trainer_factory(config),
         trainer_kwargs=trainer_kwargs(config),
         bundle=plan.bundle,
         engine_options=plan.engine_options,
@@ -112,10 +114,16 @@ def choices(engine: EngineConfig, model_path: Path, plan: planner.Plan) -> tuple
     return tuple(made)
 
 
+def trainer_factory(config: JobConfig) -> str:
+    """The trainer's class: one process, or as many ranks as the engine has."""
+    return TRAINER_FACTORY if config.engine.tensor_parallel == 1 else SHARDED_FACTORY
+
+
 def trainer_kwargs(config: JobConfig) -> dict[str, Any]:
     """What the trainer's factory is called with."""
     trainer, recipe = config.trainer, RECIPES[config.trainer.placement]
-    return {
+    ranks = config.engine.tensor_parallel
+    return ({"ranks": ranks} if ranks > 1 else {}) | {
         "dtype": trainer.dtype,
         "micro_batch_tokens": trainer.micro_batch_tokens,
         "logprob_chunk": trainer.logprob_chunk,
@@ -158,10 +166,10 @@ class System:
         return issue(self._tenants_file, "operator", {}, admin=True, revoke=True)
 
     async def __aenter__(self) -> System:
-        request, self.plan = base_request(self.config)
+        self._request, self.plan = base_request(self.config)
         self._connect()
         try:
-            await self._start(request)
+            await self._start()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -181,40 +189,66 @@ class System:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.WARNING,
-            object_store_memory=128 * planner.MIB,
+            object_store_memory=(128 if on_cpu else 4096) * planner.MIB,
+            # This machine is the whole cluster: it has what cluster.yaml says of nodes that may run such a base.
+            resources={key: n for key, n in self.plan.bundle.items() if key not in ("CPU", "GPU", "memory")} or None,
             runtime_env=WORKERS | ({"worker_process_setup_hook": "jobs.left_out.leave_out"} if on_cpu else {}),
             _system_config={"prestart_worker_first_driver": False},
         )
 
-    async def _start(self, request: BaseRequest) -> None:
+    async def _start(self) -> None:
         timeout = self.config.ready_timeout_s
         self._pool = RemotePart(get_or_create_pool(str(Path(self.config.store.root).resolve())))
-        driver, session = ray.get_runtime_context().get_job_id(), policy_name(self.config.name)
-        starting = asyncio.create_task(self._pool.ensure(request, self.config.name, timeout, driver, session))
+        starting = asyncio.create_task(self._join())
         store_root = Path(await asyncio.wait_for(self._pool.ready(), timeout))
         if self._with_router:
             self._tenants_file = store_root / "tenants.json"
             await asyncio.to_thread(self._start_router)
-        self.info = await starting
-        self._connect_parts(request)
-
-    def _connect_parts(self, request: BaseRequest) -> None:
-        self.engine = RemotePart(ray.get_actor(request.name, namespace=NAMESPACE))
-        self.trainer = RemotePart(ray.get_actor(request.trainer_name, namespace=NAMESPACE))
+        await starting
         self.store = RemotePart(ray.get_actor("store", namespace=NAMESPACE))
+
+    async def _join(self) -> None:
+        """Hold the base's engine (or engines) and trainer, once the pool has them running."""
+        request, timeout = self._request, self.config.ready_timeout_s
+        driver, session = ray.get_runtime_context().get_job_id(), policy_name(self.config.name)
+        self.info = await self._pool.ensure(request, self.config.name, timeout, driver, session)
+        self.engine = await self._engines(request.name, timeout)
+        self.trainer = RemotePart(ray.get_actor(request.trainer_name, namespace=NAMESPACE))
+
+    @property
+    def one_engine(self) -> bool:
+        """Whether the job samples from one engine. A deterministic one does: its batches must repeat."""
+        return self.config.scaling.max_engines == 1 or self.config.deterministic
+
+    async def _engines(self, base: str, timeout_s: float) -> Any:
+        """The base's engine, or the set of those that the pool runs for it."""
+        if self.one_engine:
+            return RemotePart(ray.get_actor(base, namespace=NAMESPACE))
+
+        async def find() -> dict[str, Any]:
+            found = {}
+            for name, start in sorted((await self._pool.starts([base])).items()):
+                try:
+                    if start:
+                        found[f"{name} ({start})"] = RemotePart(ray.get_actor(name, namespace=NAMESPACE))
+                except ValueError:
+                    logger.info("engine %s has gone since the pool was asked", name)
+            return found
+
+        engines = EngineSet(find)
+        await engines.wait_for(max(1, self.config.scaling.min_engines), timeout_s)
+        return engines
 
     async def revive(self) -> None:
         """After a part died: wait until engine, trainer and store answer again, and take their new handles.
 
         Raises TimeoutError after `ready_timeout_s`, or as the pool does.
         """
-        request, _ = base_request(self.config)
         timeout, start = self.config.ready_timeout_s, time.monotonic()
-        driver, session = ray.get_runtime_context().get_job_id(), policy_name(self.config.name)
         while True:
             try:
-                self.info = await self._pool.ensure(request, self.config.name, timeout, driver, session)
-                self._connect_parts(request)
+                await self._join()
+                self.store = RemotePart(ray.get_actor("store", namespace=NAMESPACE))
                 await self.store.ready()
                 return
             except ray.exceptions.RayActorError as err:  # the pool or the store is being started again

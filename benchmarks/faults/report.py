@@ -27,7 +27,7 @@ def table(document: dict[str, Any]) -> str:
             f"| {name} | {row['faults']} | {row['in_flight']} | {back} | {slowest} | {asked} | {row['failed_requests']} "
             f"| {row['cut_streams']} | {row['steps_lost']} |"
         )
-    equal = "equal to" if summary["resumed_bit_equal"] else "NOT equal to"
+    equal = {1: "equal to", 0: "NOT equal to", None: "not compared yet with"}[summary["resumed_bit_equal"]]
     lines += [
         "",
         f"{summary['faults']} faults, {summary['in_flight']} of them with an RL step, a publish or a stream in flight; "

@@ -8,14 +8,21 @@
 | matched | FP8, W8A16 | the engine's codes | none |
 | w8a8_uncorrected | FP8, W8A8 | the engine's codes | none |
 | rounded_trainer (control) | FP8, W8A8 | the engine's codes, activations rounded alike | none |
+| marlin (control) | FP8, vLLM's Marlin kernel, W8A16 (a GPU) | codes of its own: Marlin's are repacked | none |
+| fake_quantised (control) | 16 bits, weights rounded to the FP8 codes' values | the codes of those weights | none |
 
-Everything runs in this process: one engine at a time, one trainer a kind, one loop a job. `kl` and `step_s` of a row hold one
+The last two engines export nothing that a trainer on codes could map: theirs come from quantising the checkpoint as vLLM does.
+
+Everything runs in this process: one engine at a time, one trainer a kind, one loop a job; the Marlin engine, whose switch is the
+process's, only alone. `kl` and `step_s` of a row hold one
 value a step; a job's step waits for its neighbours', so seconds compare arms with the same number of jobs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors.handles import LocalPart
 from actors.together import Together
@@ -31,22 +39,47 @@ from benchmarks.harness import Results
 from epilora.config import load_config
 from epilora.config.schema import JobConfig
 from epilora.models import TINY_ARITH
+from epilora.quant.reference import dequantize
 from epilora.tasks import load_task
+from epilora.trainer.attach import MappedBase
+from epilora.trainer.local_base import LocalBase, make_local_base
 from epilora.trainer.trainer import LoraTrainer
 from jobs.evaluation import evaluate
 from jobs.loop import RLLoop
 
 
 @dataclass(frozen=True)
-class Arm:
-    """engine: (quantization, activations). trainer: what it is told beside the rest."""
+class EngineKind:
+    """An engine's quantization and activations. own_codes: its trainers get codes made from the checkpoint, not the engine's.
+    rounded_weights: it loads the values of those codes in 16 bits.
+    """
 
-    engine: tuple[str | None, str]
+    quantization: str | None
+    activations: str
+    own_codes: bool = False
+    rounded_weights: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.quantization or 'none'}-{self.activations}{'-rounded' if self.rounded_weights else ''}"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """engine: which kind. trainer: what it is told beside the rest."""
+
+    engine: EngineKind
     trainer: tuple[tuple[str, Any], ...]
     correction: str
 
 
-W8A8, MATCHED, SIXTEEN = ("fp8_per_channel", "w8a8"), ("fp8_per_channel", "w8a16"), (None, "w8a16")
+W8A8, MATCHED, SIXTEEN = (
+    EngineKind("fp8_per_channel", "w8a8"),
+    EngineKind("fp8_per_channel", "w8a16"),
+    EngineKind(None, "w8a16"),
+)
+MARLIN = EngineKind("fp8_per_channel", "marlin", own_codes=True)
+FAKE = EngineKind(None, "w8a16", own_codes=True, rounded_weights=True)
 ARMS = {
     "bf16": Arm(SIXTEEN, (), "none"),
     "flashrl": Arm(W8A8, (("own", "16bit"),), "tis_token"),
@@ -54,6 +87,8 @@ ARMS = {
     "matched": Arm(MATCHED, (), "none"),
     "w8a8_uncorrected": Arm(W8A8, (), "none"),
     "rounded_trainer": Arm(W8A8, (("round_activations", True),), "none"),
+    "marlin": Arm(MARLIN, (("own", "fp8"),), "none"),
+    "fake_quantised": Arm(FAKE, (("own", "fp8"),), "none"),
 }
 TASKS = {
     "chain_sum": "task.path=epilora.tasks.chat_arithmetic:chain_sum",
@@ -102,6 +137,27 @@ class SharedTrainer:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._trainer, name)
         return lambda *args, **kwargs: self._worker.submit(method, *args, **kwargs).result()
+
+
+def rounded_model(folder: Path, codes: LocalBase, out: Path, dtype: torch.dtype) -> Path:
+    """The model of `folder` with every linear weight replaced by what its FP8 code stands for, in `dtype`; returns `out`."""
+    out.mkdir()
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            shutil.copy(path, out)
+    base = MappedBase(codes.manifest)
+    values: dict[str, torch.Tensor] = {}
+    for entry in codes.manifest.entries:
+        if entry.slices:
+            whole, start = dequantize(base.operands[entry.name]).to(dtype), 0
+            parent = entry.name.rpartition(".")[0]
+            for leaf, rows in entry.slices:
+                values[f"{parent}.{leaf}.weight"] = whole[start : start + rows].clone()
+                start += rows
+    for path in folder.glob("*.safetensors"):
+        kept = {name: values.get(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(kept, out / path.name, metadata={"format": "pt"})
+    return out
 
 
 def job_config(arm: str, task: str, seed: int, scale: Scale) -> JobConfig:
@@ -159,7 +215,7 @@ async def run_job(
 
 async def run_engine(
     results: Results,
-    kind: tuple[str | None, str],
+    kind: EngineKind,
     arms: Sequence[str],
     tasks: Sequence[str],
     seeds: Sequence[int],
@@ -171,12 +227,20 @@ async def run_engine(
 
     jobs = [(arm, task, seed) for arm in arms for task in tasks for seed in seeds]
     on_gpu = torch.cuda.is_available()
+    own = contextlib.ExitStack()
+    codes: LocalBase | None = None
+    model = scale.model
+    if kind.own_codes:
+        place = Path(own.enter_context(tempfile.TemporaryDirectory(prefix="epilora-codes-")))
+        codes = make_local_base(scale.model, place, dtype=getattr(torch, scale.dtype))
+        if kind.rounded_weights:
+            model = str(rounded_model(Path(scale.model), codes, place / "model", getattr(torch, scale.dtype)))
     made = VllmEngine(
-        name=f"learning-{kind[0] or 'none'}-{kind[1]}",
-        model_path=scale.model,
+        name=f"learning-{kind.name}",
+        model_path=model,
         dtype=scale.dtype,
-        quantization=kind[0],
-        activations=kind[1],
+        quantization=kind.quantization,
+        activations=kind.activations,
         max_model_len=scale.context,
         max_num_seqs=min(512, len(jobs) * scale.prompts * scale.group),
         max_loras=2 * len(jobs) + 1,
@@ -185,7 +249,7 @@ async def run_engine(
     )
     try:
         engine = LocalPart(made)
-        manifests = await engine.export_weights()
+        manifests = await engine.export_weights() if codes is None else [codes.manifest]
         checksum = await engine.base_checksum()
         trainers: dict[Any, SharedTrainer] = {}
         for arm in arms:
@@ -232,6 +296,7 @@ async def run_engine(
         unchanged = checksum == await engine.base_checksum()
     finally:
         made.close()
+        own.close()
     for (arm, task_name, seed), one in zip(jobs, found, strict=True):
         steps = one["steps"]
         facts = {name: [s[f"time/{name}"] for s in steps] for name in ("generate_s", "train_s", "publish_s", "step_s")}
@@ -250,6 +315,8 @@ def run(results: Results, *, small: bool, model: str, arms: Sequence[str] = tupl
 
     prepare_environment()
     scale = scale_of(model, small=small)
+    if "marlin" in arms and len(arms) > 1:
+        raise ValueError("arms: marlin runs in a process of its own: --arms marlin")
     tasks = ("chain_sum",) if small else tuple(TASKS)
     for kind in dict.fromkeys(ARMS[arm].engine for arm in arms):
         here = [arm for arm in arms if ARMS[arm].engine == kind]

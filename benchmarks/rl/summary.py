@@ -12,7 +12,10 @@ A ratio takes both sides from one run: the newest run that measured both. Null w
 | `kv_release/qwen3-8b`, `one_copy` | seconds of release and restore together, at least 60 GiB |
 | `host_memory/qwen3-8b`, placement | pinned host GiB |
 | `placement/qwen3-8b/capped`, placement, M = rollout tokens | seconds a step |
-| `coserve/...`, see below | |
+| `coserve/qwen3-8b/gpu_s`, `together` or `separate`, M = jobs, `rate` | seconds of the GPU (see coserve.py) |
+| `coserve/qwen3-8b/ttft_p99`, `.../tpot_p50`, `.../rl_steps_s`, `together` or `alone` | ms, ms, steps a second |
+
+Of co-serving the worst of all numbers of jobs and rates counts.
 """
 
 from __future__ import annotations
@@ -92,6 +95,16 @@ def _fastest_placement(rows: Sequence[Row]) -> float | None:
     return max(ratios) if ratios else None
 
 
+def _coserve(rows: Sequence[Row], name: str, over: str, worst: Callable[[list[float]], float]) -> float | None:
+    """Together over alone, at the number of jobs and the rate where it is worst."""
+    found: dict[tuple[int, float], dict[str, float]] = {}
+    for row in rows:
+        if row["case"] == f"{COSERVE_CASE}/{name}":
+            found.setdefault((row["M"], row["rate"]), {})[row["provider"]] = statistics.median(samples(row))
+    ratios = [sides["together"] / sides[over] for sides in found.values() if {"together", over} <= set(sides)]
+    return worst(ratios) if ratios else None
+
+
 def summarise(rows: Sequence[Row]) -> dict[str, float | None]:
     """Every key of the summary."""
     accuracy = {
@@ -112,13 +125,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, float | None]:
         "kv_release_s": _newest(rows, lambda same: _median(same, "kv_release/qwen3-8b", ONE_COPY)),
         "one_copy_host_gib": _newest(rows, lambda same: _median(same, "host_memory/qwen3-8b", ONE_COPY), 2),
         "one_copy_step_over_fastest": _newest(rows, _fastest_placement),
-        "coserve_gpu_s_over_separate": _newest(
-            rows, lambda same: _ratio(same, f"{COSERVE_CASE}/gpu_s", "together", "separate")
-        ),
-        "coserve_ttft_p99_over_alone": _newest(
-            rows, lambda same: _ratio(same, f"{COSERVE_CASE}/ttft_p99", "together", "alone")
-        ),
-        "coserve_rl_rate_over_alone": _newest(
-            rows, lambda same: _ratio(same, f"{COSERVE_CASE}/rl_steps_s", "together", "alone")
-        ),
+        "coserve_gpu_s_over_separate": _newest(rows, lambda same: _coserve(same, "gpu_s", "separate", max)),
+        "coserve_ttft_p99_over_alone": _newest(rows, lambda same: _coserve(same, "ttft_p99", "alone", max)),
+        "coserve_rl_rate_over_alone": _newest(rows, lambda same: _coserve(same, "rl_steps_s", "alone", min)),
     }

@@ -44,6 +44,8 @@ class Engine:
         self.spec = spec
         _before_profiling(loaded)
         self.llm = LLMEngine.from_engine_args(EngineArgs(**compat.supported_arguments(EngineArgs, given)))
+        if spec.tensor_parallel > 1:  # the ranks are processes of their own: nothing of them runs before this
+            loaded()
         self.vocabulary = self.llm.model_config.get_vocab_size()
         self.slots: list[int] = []
         self.prompts = random.Random(spec.seed + 1)
@@ -64,6 +66,8 @@ class Engine:
             "disable_log_stats": True,
             "worker_extension_cls": "benchmarks.serving.worker.BenchmarkWorker",
         }
+        if spec.tensor_parallel > 1:
+            arguments |= {"tensor_parallel_size": spec.tensor_parallel, "distributed_executor_backend": "mp"}
         if spec.kv_bytes:
             arguments["kv_cache_memory_bytes"] = spec.kv_bytes
         if spec.capture_sizes:
@@ -83,8 +87,12 @@ class Engine:
         return arguments
 
     def rpc(self, method: str, *args: Any) -> Any:
-        """A worker method's result."""
-        return self.llm.collective_rpc(method, args=args)[0]
+        """A worker method's result (of rank 0)."""
+        return self.ranks(method, *args)[0]
+
+    def ranks(self, method: str, *args: Any) -> list[Any]:
+        """A worker method's results by rank."""
+        return self.llm.collective_rpc(method, args=args)
 
 
 def _targets(model: pathlib.Path) -> list[str]:
@@ -129,13 +137,10 @@ def facts(engine: Engine) -> dict[str, Any]:
         return found
     found["paths"] = engine.rpc("epilora_stats")["paths"]
     if torch.cuda.is_available():
-        from epilora.plugin import gpu_load, path_table
-
-        report = gpu_load.reports()[-1]
-        found |= {"kinds": report["kinds"], "fallbacks": sorted(report["reasons"]), "dispatch_s": report["total_s"]}
-        found |= {"dispatch_cached": report.get("cached", False), "dispatch": report.get("choices", {})}
-        times = path_table.current().times_us  # shape -> tokens -> path -> us a projection (one adapter, all adapters)
-        found["dispatch_us"] = {"x".join(map(str, shape)): by_tokens for shape, by_tokens in times.items()}
+        reports = engine.ranks("bench_dispatch")
+        # Ranks may time a path otherwise; what they chose must be the same.
+        chosen = [(report["kinds"], report["fallbacks"], report["dispatch"]) for report in reports]
+        found |= {**reports[0], "ranks_agree": all(one == chosen[0] for one in chosen)}
     return found
 
 
@@ -272,7 +277,7 @@ def serve(connection: Connection) -> None:
     """Import vLLM, build what comes first through the pipe, then run commands until it closes."""
     from epilora.plugin.environment import prepare_environment
 
-    prepare_environment()
+    prepare_environment(2)  # several ranks, perhaps: what it sets for them means nothing to one
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.worker_base  # noqa: F401  # what an engine imports anyway, while nothing is timed
 

@@ -50,7 +50,7 @@ class EngineSpec:
     max_num_seqs, max_num_batched_tokens, max_model_len: vLLM's limits. kv_bytes: KV cache; 0 lets vLLM size it by
     `gpu_memory_utilization`. capture_sizes: batch sizes with a CUDA graph, () for an eager engine without compilation.
     load_format: "dummy" draws weights, "auto" reads them. gpu: index. tuned_folder: tables of the tuned variants.
-    dtype: of activations. seed: of weights.
+    dtype: of activations. seed: of weights. tensor_parallel: ranks, on GPUs from `gpu` on.
     """
 
     model: str
@@ -69,6 +69,7 @@ class EngineSpec:
     dtype: str = "bfloat16"
     quantization: str = "fp8_per_channel"
     seed: int = 0
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
@@ -90,7 +91,7 @@ class EngineSpec:
             "EPILORA_DISABLE": "1" if stock else "",
             "VLLM_TUNED_CONFIG_FOLDER": self.tuned_folder if "_tuned" in self.variant else "",
             "VLLM_LORA_ENABLE_DUAL_STREAM": "1" if self.variant.endswith("_two_streams") else "",
-            "CUDA_VISIBLE_DEVICES": str(self.gpu),
+            "CUDA_VISIBLE_DEVICES": ",".join(str(self.gpu + rank) for rank in range(self.tensor_parallel)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",  # into the engine's own log file
         }
@@ -117,7 +118,7 @@ class EngineProcess:
         self.log = work / f"{EngineProcess._made}-{spec.variant}.log"
         # A cache for each: engines that start side by side must not write one another's artefacts.
         environment = dict(os.environ) | {
-            "VLLM_CACHE_ROOT": str(work / "cache" / f"{spec.variant}-s{spec.slots}"),
+            "VLLM_CACHE_ROOT": str(work / "cache" / f"{spec.variant}-s{spec.slots}-tp{spec.tensor_parallel}"),
             "PYTHONUNBUFFERED": "1",
         }
         for key, value in (spec.environment() | (extra_env or {})).items():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from epilora.plugin.worker import WorkerExtension
+from epilora.plugin.worker_adapters import whole_widths
 
 ADAPTER_STD = 0.02
 
@@ -29,6 +30,8 @@ class BenchmarkWorker(WorkerExtension):
         for name, layer in sorted(self._epilora_lora_layers().items()):
             device, K = self.device, layer.lora_a_stacked[0].shape[-1]  # type: ignore[attr-defined]
             widths = [b_LNR.shape[-2] for b_LNR in layer.lora_b_stacked]
+            if layer.tp_size > 1:  # adapters are given whole; every rank takes its part
+                K, widths = int(layer.base_layer.input_size), whole_widths(layer.base_layer, len(widths))
             parts = manager.packed_modules.get(name) or [name]
             if len(parts) == 2 and len(widths) == 4:  # q, k, v come as one module, z as another
                 widths = [sum(widths[:3]), widths[3]]
@@ -84,6 +87,21 @@ class BenchmarkWorker(WorkerExtension):
         """
         layer = list(self._epilora_lora_layers().values())[-1]
         return [slot for slot in slots if not all(bool(b_LNR[slot].any()) for b_LNR in layer.lora_b_stacked)]
+
+    def bench_dispatch(self) -> dict[str, Any]:
+        """Of this rank's LoRA layers on a GPU: kinds, why some are left to vLLM, the chosen paths and what was timed."""
+        from epilora.plugin import gpu_load, path_table
+
+        report = gpu_load.reports()[-1]
+        times = path_table.current().times_us  # shape -> tokens -> path -> us a projection (one adapter, all adapters)
+        return {
+            "kinds": report["kinds"],
+            "fallbacks": sorted(report["reasons"]),
+            "dispatch_s": report["total_s"],
+            "dispatch_cached": report.get("cached", False),
+            "dispatch": report.get("choices", {}),
+            "dispatch_us": {"x".join(map(str, shape)): by_tokens for shape, by_tokens in times.items()},
+        }
 
     def bench_facts(self) -> dict[str, Any]:
         """KV tokens, memory in bytes, LoRA classes and the plugin's paths."""

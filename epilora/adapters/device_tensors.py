@@ -26,6 +26,10 @@ class DeviceTensors:
     entries: tuple[tuple[str, TensorEntry], ...]
 
 
+# Of one trainer, or the same whole adapter on the GPU of each of its ranks, in their order.
+HandedOver = DeviceTensors | tuple[DeviceTensors, ...]
+
+
 def share(owner: str, tensors: Mapping[str, torch.Tensor]) -> DeviceTensors:
     """Handles of CUDA tensors under their names. Raises RuntimeError for memory that cannot be shared."""
     return DeviceTensors(owner, tuple((name, export_tensor(tensor)) for name, tensor in tensors.items()))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -101,6 +101,14 @@ def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for (name, tensor), found in zip(named, tree_digests([tensor for _, tensor in named]), strict=True):
         _update(sha, name, tensor, found)
     return sha.hexdigest()
+
+
+def ranks_digest(digests: Sequence[str]) -> str:
+    """Digest of a base that tensor-parallel ranks hold parts of: of their `weights_digest`s in the ranks' order.
+
+    That of the only rank is the base's.
+    """
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\0".join(digests).encode()).hexdigest()
 
 
 def _update(sha: hashlib._Hash, name: str, tensor: torch.Tensor, found: bytes) -> None:

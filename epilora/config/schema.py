@@ -264,6 +264,35 @@ class ScalingConfig:
 
 
 @dataclass
+class WandbConfig:
+    """A Weights & Biases run. mode: "online" or "offline" (files in the run's folder, for `wandb sync`)."""
+
+    project: str = MISSING
+    entity: str = ""
+    mode: str = "online"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("online", "offline"):
+            raise ValueError(f"tracking.wandb.mode={self.mode!r}; allowed: online, offline")
+
+
+@dataclass
+class MlflowConfig:
+    """An MLflow run. tracking_uri: a server's address, or `sqlite:///...` and `file:...` as MLflow takes them."""
+
+    tracking_uri: str = MISSING
+    experiment: str = "epilora"
+
+
+@dataclass
+class TrackingConfig:
+    """Where a run's metrics go beside its own folder."""
+
+    wandb: WandbConfig | None = None
+    mlflow: MlflowConfig | None = None
+
+
+@dataclass
 class JobConfig:
     """Everything a job needs."""
 
@@ -285,6 +314,7 @@ class JobConfig:
     tenants: list[TenantConfig] = field(default_factory=list)
     router: RouterConfig = field(default_factory=RouterConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     tenant_baseline_s: float = 4.0  # how long tenants are measured before RL starts
     tenant_prompts: int = 32  # held-out questions a tenant cycles through; each is first asked once in isolation
 

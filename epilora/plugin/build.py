@@ -6,6 +6,7 @@ import gc
 import pathlib
 from typing import Any
 
+from epilora.adapters.digest import ranks_digest
 from epilora.types import EngineInfo
 
 from . import compat
@@ -20,7 +21,7 @@ def build_engine(name: str, arguments: dict[str, Any], gpu_arguments: dict[str, 
     gpu_arguments: more of them, on a GPU only. Raises RuntimeError if the plugin is not active in it, and what vLLM
     raises.
     """
-    prepare_environment()
+    prepare_environment(arguments["tensor_parallel_size"])
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -41,17 +42,16 @@ def build_engine(name: str, arguments: dict[str, Any], gpu_arguments: dict[str, 
     return engine
 
 
-def describe(engine: Any, name: str, arguments: dict[str, Any], *, max_model_len: int) -> EngineInfo:
+def describe(engine: Any, name: str, arguments: dict[str, Any], requested: str, *, max_model_len: int) -> EngineInfo:
     """Identity, limits and arithmetic of a built engine.
 
-    max_model_len: what requests may use. Raises RuntimeError if its FP8 layers run other activations than asked for.
+    requested: the activations asked for. max_model_len: what requests may use. Raises RuntimeError if its FP8 layers run other activations than asked for.
     """
     import vllm
 
     def rpc(method: str) -> Any:
         return engine.collective_rpc(method)[0]
 
-    requested = arguments["additional_config"]["epilora"]["activations"]
     running = rpc("epilora_activations")
     if arguments["quantization"] and set(running) != {requested}:
         raise RuntimeError(f"engine {name}: asked for activations {requested}, FP8 layers run {running or 'nothing'}")
@@ -59,7 +59,7 @@ def describe(engine: Any, name: str, arguments: dict[str, Any], *, max_model_len
         name=name,
         model_path=arguments["model"],
         model_name=pathlib.Path(arguments["model"]).name,
-        base_digest=rpc("epilora_base_checksum"),
+        base_digest=ranks_digest(engine.collective_rpc("epilora_base_checksum")),
         activations=requested,
         dtype=arguments["dtype"],
         quantization=arguments["quantization"] or "none",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 
@@ -168,6 +169,18 @@ def engine_counts(engine: Any) -> tuple[int, int, float]:
     """(running, waiting, used fraction of the KV cache) of an in-process LLMEngine's scheduler."""
     scheduler = engine.engine_core.engine_core.scheduler
     return len(scheduler.running), len(scheduler.waiting), float(scheduler.kv_cache_manager.usage)
+
+
+def when_a_rank_dies(engine: Any, call: Callable[[], None]) -> None:
+    """Have `call` made, in some thread, if a worker process of an LLMEngine ends by itself. One process: it cannot."""
+    register = getattr(engine.model_executor, "register_failure_callback", None)
+    if register is not None:
+        register(call)
+
+
+def lost_a_rank(engine: Any) -> bool:
+    """Whether a worker process of an LLMEngine has ended by itself: no call reaches the others any more."""
+    return bool(getattr(engine.model_executor, "is_failed", False))
 
 
 def partial_output(engine: Any, internal_id: str) -> tuple[list[int], Any]:

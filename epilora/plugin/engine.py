@@ -23,7 +23,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from epilora.adapters.device_tensors import DeviceTensors
+from epilora.adapters.device_tensors import HandedOver
+from epilora.adapters.digest import ranks_digest
 from epilora.errors import EngineDead
 from epilora.quant.manifest import WeightManifest
 from epilora.types import (
@@ -40,7 +41,7 @@ from epilora.types import (
 
 from . import compat
 from .build import build_engine, describe
-from .environment import linear_suffixes, spare_positions
+from .environment import MARLIN, force_marlin, linear_suffixes, spare_positions
 from .kv_blocks import KvRelease
 from .requests import KINDS, Live, Preparer, nothing, to_loop
 from .residents import Residents, check_base, check_content
@@ -79,6 +80,7 @@ class VllmEngine:
         block_size: int | None = None,
         shm_dir: str = "/dev/shm",
         tensor_parallel: int = 1,
+        custom_all_reduce: bool = False,
         graph_sizes: Sequence[int] | None = None,
         load_format: str = "auto",
         compilation: Mapping[str, Any] | None = None,
@@ -87,13 +89,15 @@ class VllmEngine:
         """Load the model and start stepping; blocks until the engine is ready.
 
         name: of the engine, in manifests. model_path: folder with config.json, weights, tokenizer. dtype: float32,
-        bfloat16, float16. quantization: vLLM's name, None for none. activations: "w8a8" or "w8a16" (FP8 bases).
+        bfloat16, float16. quantization: vLLM's name, None for none. activations: "w8a8" or "w8a16" (FP8 bases); or
+        "marlin", vLLM's own weight-only kernel on a GPU: a control for measurements, whose repacked weights nobody can share.
         max_lora_rank: one of vLLM's (1, 8, 16, 32, 64, ...). target_modules: suffixes adapters may target; None: all
         linears.
         tenant_seats: how many of max_num_seqs rollouts leave free, so that a tenant never waits for a rollout to end.
         kv_cache_bytes: of the cache, on each GPU. block_size: tokens a cache block, None: vLLM's choice. shm_dir: for
         `export_weights` on the CPU. load_format: vLLM's; "dummy" makes random weights from config.json alone.
-        tensor_parallel: ranks that share the model, each on a GPU of its own, or in a process of its own on the CPU. On a
+        tensor_parallel: ranks that share the model, each on a GPU of its own, or in a process of its own on the CPU.
+        custom_all_reduce: whether ranks on GPUs may use vLLM's own all-reduce instead of NCCL's. On a
         GPU: graph_sizes: batch sizes CUDA graphs are captured for (vLLM
         chooses many if None; none at all if empty). compilation: more of vLLM's CompilationConfig. tool_parser: vLLM's name of
         how the model writes tool calls.
@@ -101,14 +105,17 @@ class VllmEngine:
         Raises RuntimeError if the plugin is not active, UnsupportedKernel if the activations cannot be had, and what
         vLLM raises.
         """
-        if activations not in ("w8a8", "w8a16"):
-            raise ValueError(f"VllmEngine: activations={activations!r}; allowed are w8a8, w8a16")
+        if activations not in ("w8a8", "w8a16", MARLIN):
+            raise ValueError(f"VllmEngine: activations={activations!r}; allowed are w8a8, w8a16, {MARLIN}")
+        if activations == MARLIN:
+            force_marlin()
         if not 0 <= tenant_seats < max_num_seqs:
             raise ValueError(
                 f"VllmEngine: tenant_seats={tenant_seats}; allowed are 0 to max_num_seqs - 1 = {max_num_seqs - 1}"
             )
         self.name = name
         self._shm_dir = shm_dir
+        self._tensor_parallel = tensor_parallel
         self._closed = False
         self._close_lock = threading.Lock()
         arguments = {
@@ -130,12 +137,14 @@ class VllmEngine:
             "block_size": block_size,
             "load_format": load_format,
             "tensor_parallel_size": tensor_parallel,
+            # inside one of Ray's placement groups vLLM would otherwise ask Ray for a worker a rank
+            "distributed_executor_backend": "mp" if tensor_parallel > 1 else None,
             "enforce_eager": True,
             "async_scheduling": False,  # a step sees what the step before it produced: the same batches every time
             "disable_log_stats": True,
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": "epilora.plugin.worker.WorkerExtension",
-            "additional_config": {"epilora": {"activations": activations}},
+            "additional_config": {"epilora": {"activations": "w8a8" if activations == MARLIN else activations}},
         }
         graphs: dict[str, Any] = dict(compilation or {})
         if graph_sizes:
@@ -143,7 +152,8 @@ class VllmEngine:
         gpu_arguments = {
             "enforce_eager": graph_sizes is not None and not graph_sizes,
             "compilation_config": graphs or None,
-            "disable_custom_all_reduce": tensor_parallel > 1,  # it shares pool memory, which cannot be exported
+            # It exchanges handles of memory: not of the pooled kind that the KV cache lies in.
+            "disable_custom_all_reduce": tensor_parallel > 1 and not custom_all_reduce,
             "gpu_memory_utilization": _LEAST_UTILIZATION,
         }
         self._residents = Residents(max_loras, self._on_every_rank)
@@ -158,7 +168,7 @@ class VllmEngine:
             self._tokenizer = self._engine.get_tokenizer()
             self._tool_calls = ToolCalls(tool_parser, self._tokenizer)
             self._info = self._steps.command(
-                lambda: describe(self._engine, name, arguments, max_model_len=max_model_len)
+                lambda: describe(self._engine, name, arguments, activations, max_model_len=max_model_len)
             ).result()
         except BaseException:
             self._steps.stop()
@@ -354,10 +364,10 @@ class VllmEngine:
         check_content(version, tensors)
         return await self._call(lambda: self._residents.load(version, tensors))
 
-    async def load_draft(self, draft: AdapterDraft, tensors: DeviceTensors) -> DraftReceipt:
+    async def load_draft(self, draft: AdapterDraft, tensors: HandedOver) -> DraftReceipt:
         """Put what a trainer on this GPU handed over into a slot, between two steps; requests may name the draft at once.
 
-        The trainer keeps the tensors as they are until this returns. Raises as `load_adapter`, ValueError for a draft id
+        tensors: whole, one hand-over on each rank's GPU if there are several. The trainer keeps the tensors as they are until this returns. Raises as `load_adapter`, ValueError for a draft id
         that was used before.
         """
         check_base(f"draft {draft.draft_id}", draft.base_digest, self._info.base_digest)
@@ -397,8 +407,10 @@ class VllmEngine:
         return await self._call(lambda: self._on_every_rank("epilora_export_weights", self._shm_dir, self.name))
 
     async def base_checksum(self) -> str:
-        """sha256 of the base's parameters, recomputed from memory now; equals `info().base_digest` unless damaged."""
-        return await self._call(lambda: self._rpc("epilora_base_checksum"))
+        """sha256 of the base's parameters on all ranks, recomputed from memory now; equals `info().base_digest` unless
+        damaged.
+        """
+        return ranks_digest(await self._call(lambda: self._on_every_rank("epilora_base_checksum")))
 
     async def release_kv(self, keep_fraction: float = 0.0) -> int:
         """Give the memory of the KV cache past `keep_fraction` back; returns the bytes.
@@ -498,10 +510,13 @@ class VllmEngine:
             self._closed = True
         self._steps.stop()
         engine = self._steps.engine
-        engine.collective_rpc("epilora_close")
+        if not compat.lost_a_rank(engine):
+            engine.collective_rpc("epilora_close")
         with _open_lock:
             _open_engines.discard(id(self))
             last = not _open_engines
         if last:  # vLLM's shutdown takes down process groups that all engines of a process share
             engine.engine_core.shutdown()
+        elif self._tensor_parallel > 1:  # its ranks are processes of their own
+            engine.model_executor.shutdown()
         del self._steps.engine

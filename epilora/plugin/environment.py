@@ -7,22 +7,39 @@ import os
 import pathlib
 import struct
 
+from epilora.errors import UnsupportedKernel
+
+MARLIN = "marlin"  # what `VllmEngine` calls vLLM's own weight-only FP8 kernel
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "wpe", "embeddings", "word_embeddings")
 
 
-def prepare_environment() -> None:
+def prepare_environment(ranks: int = 1) -> None:
     """Environment vLLM needs for one in-process engine. Before vllm is imported; what is set already stays.
 
     Off a GPU: Dynamo off (the engine is eager; the log-prob kernel's compile would cost seconds), threads not bound to
-    cores (others share the machine).
+    cores (others share the machine). Several ranks: their processes start afresh (this one has threads, and perhaps a GPU
+    open), meet on this machine, and NCCL leaves NVLink multicast alone, whose memory cannot be shared.
     """
+    if ranks > 1:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def force_marlin() -> None:
+    """Have vLLM run FP8 layers by Marlin, for this whole process. Raises UnsupportedKernel without a GPU."""
+    if not os.path.exists("/dev/nvidiactl"):
+        raise UnsupportedKernel(
+            "activations=marlin: vLLM's Marlin kernel needs a GPU; use w8a16, which reads the codes in place"
+        )
+    os.environ["VLLM_TEST_FORCE_FP8_MARLIN"] = "1"
 
 
 def linear_suffixes(model_path: str | pathlib.Path) -> tuple[str, ...]:

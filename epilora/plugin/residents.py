@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from epilora.adapters.device_tensors import DeviceTensors
+from epilora.adapters.device_tensors import HandedOver
 from epilora.adapters.digest import adapter_digest
 from epilora.adapters.peft_io import config_of
 from epilora.adapters.slots import SlotMap
@@ -89,7 +89,7 @@ class Residents:
         self._commit(version.digest, int_id, version.kv_namespace, receipt)
         return receipt
 
-    def load_draft(self, draft: AdapterDraft, tensors: DeviceTensors) -> DraftReceipt:
+    def load_draft(self, draft: AdapterDraft, tensors: HandedOver) -> DraftReceipt:
         """Put what a trainer on this GPU handed over into a slot. Raises as `load`, ValueError if the draft's id was used.
 
         The slot is read back when the draft is sealed: a draft is sampled from before that.
@@ -149,7 +149,7 @@ class Residents:
         return receipt
 
     def _place(
-        self, key: str, what: str, config: dict[str, Any], tensors: dict[str, Any] | DeviceTensors
+        self, key: str, what: str, config: dict[str, Any], tensors: dict[str, Any] | HandedOver
     ) -> tuple[int, dict[str, Any]] | None:
         """Check, make room, fill the slot: (adapter id, receipt's fields); None if `key` is loaded already."""
         self._rpc("epilora_stage_adapter", what, config, tensors)  # before anything makes room for it

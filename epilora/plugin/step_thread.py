@@ -61,7 +61,7 @@ class StepThread:
         self.keeper = PromiseKeeper(rollout_seats)
         self._queued: SeatQueue[Live] = SeatQueue(self.keeper)  # step thread only; rollouts waiting, also in _live
         self._held: frozenset[str] = frozenset()  # step thread only; kinds of requests that do not run now
-        self._inbox: queue.SimpleQueue[list[Live] | Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[Live] | Command | EngineDead | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self.snapshot: dict[str, Any] = {}
         ready: Future = Future()
@@ -129,6 +129,7 @@ class StepThread:
         try:
             self.engine = self._build()
             self._time_first_tokens()
+            compat.when_a_rank_dies(self.engine, self._rank_died)
         except BaseException as err:  # handed to the constructor, which raises it
             self._error = err
             ready.set_exception(err)
@@ -145,6 +146,10 @@ class StepThread:
             self._die(err)
             return
         self._die(EngineDead(f"engine {self._name} is closed"))
+
+    def _rank_died(self) -> None:
+        """vLLM's watching thread: an engine that waits for requests must end too, not only at the next step."""
+        self._inbox.put(EngineDead(f"engine {self._name}: one of its tensor-parallel ranks ended; start it again"))
 
     def _time_first_tokens(self) -> None:
         core, stock = self.engine.engine_core, self.engine.engine_core.get_output
@@ -172,6 +177,8 @@ class StepThread:
             block = False
             if item is None:
                 return False
+            if isinstance(item, EngineDead):
+                raise item
             if isinstance(item, Command):
                 self._run_command(item)
             else:
@@ -356,6 +363,6 @@ class StepThread:
             if isinstance(item, Command):
                 if item.future.set_running_or_notify_cancel():
                     item.future.set_exception(dead)
-            elif item is not None:
+            elif isinstance(item, list):
                 for live in item:
                     live.on_done(dead)

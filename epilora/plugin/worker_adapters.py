@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from epilora.adapters.device_tensors import DeviceTensors, Mapper
+from epilora.adapters.device_tensors import DeviceTensors, HandedOver, Mapper
 from epilora.adapters.digest import as_tensor, slot_digest
 from epilora.adapters.fold import (
     FoldedModule,
@@ -42,7 +42,7 @@ class _InSlot(dict):
         raise RuntimeError(f"adapter {self._int_id} was put out of its slot by vLLM and has no other copy: {name}")
 
 
-def _whole_widths(layer: Any, parts: int) -> list[int]:
+def whole_widths(layer: Any, parts: int) -> list[int]:
     """Out features of a base layer's parts over all ranks; keys and values count once where ranks repeat them."""
     if hasattr(layer, "total_num_kv_heads"):
         kv = layer.total_num_kv_heads
@@ -104,7 +104,7 @@ class AdapterExtension:
             else:
                 names, widths = [name], [sum(widths)]
             in_features = int(getattr(layer, "input_size_per_partition", layer.input_size))
-            whole = _whole_widths(layer, len(names))
+            whole = whole_widths(layer, len(names))
             for index, (part, width) in enumerate(zip(names, widths, strict=True)):
                 row = {"name": part, "engine": name, "slice": index, "out_features": width, "in_features": in_features}
                 row |= {"whole_out": whole[index], "whole_in": int(layer.input_size)}
@@ -127,12 +127,14 @@ class AdapterExtension:
         modules = self._epilora_manager().modules
         return {name: layer for name, layer in modules.items() if isinstance(layer, BaseLinearLayerWithLoRA)}
 
-    def epilora_stage_adapter(self, name: str, config: dict[str, Any], tensors: dict[str, Any] | DeviceTensors) -> None:
+    def epilora_stage_adapter(self, name: str, config: dict[str, Any], tensors: dict[str, Any] | HandedOver) -> None:
         """Check and fold an adapter for the `epilora_place_adapter` that follows, on the engine's device; no slot changes.
 
         name: for messages. config: PEFT's adapter_config as a dict; tensors: PEFT's keys, scaling not folded (not
-        written to), or what another process handed over. Raises AdapterRejected.
+        written to), or what another process handed over (of several, this rank takes its own). Raises AdapterRejected.
         """
+        if isinstance(tensors, tuple):
+            tensors = tensors[self.parallel_config.rank]  # type: ignore[attr-defined]
         if isinstance(tensors, DeviceTensors):
             given = self.__dict__.setdefault("_epilora_mapped", Mapper()).all(tensors)
         else:
@@ -167,7 +169,7 @@ class AdapterExtension:
         manager.remove_adapter(int_id)
         layers = self._epilora_lora_layers().values()
         if all(layer.lora_a_stacked[0].is_cuda and layer.tp_size == 1 for layer in layers) and not any(
-            getattr(layer, "_epilora_fp8", None) for layer in layers
+            getattr(layer, "_epilora_stored", None) for layer in layers
         ):
             self._epilora_write(int_id, renamed)
         else:

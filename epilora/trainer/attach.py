@@ -97,6 +97,8 @@ class MappedBase:
                 self._maps[path] = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
             finally:
                 os.close(descriptor)
+        if 0 in entry.shape:  # a rank of a small vocabulary may have no rows of it
+            return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         span = 1 + sum((extent - 1) * step for extent, step in zip(entry.shape, entry.stride, strict=True))
         with warnings.catch_warnings():
             # torch warns that it cannot mark the tensor read-only; the mapping itself refuses writes.
@@ -128,6 +130,7 @@ def attach_single(manifests: Sequence[WeightManifest]) -> MappedBase:
     if len(manifests) != 1 or manifests[0].tp_size != 1:
         ranks = [f"{m.engine} rank {m.tp_rank}/{m.tp_size}" for m in manifests]
         raise UnsupportedKernel(
-            f"this trainer attaches to one whole base, got {ranks}; start the engine with tensor parallel size 1"
+            f"this trainer attaches to one whole base, got {ranks}; give it as many ranks (trainer.sharded), or start the "
+            "engine with tensor parallel size 1"
         )
     return MappedBase(manifests[0])

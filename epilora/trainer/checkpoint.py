@@ -1,6 +1,7 @@
 """A session as bytes and back, bit for bit: parameters, moments, step count and random state.
 
-The bytes are a safetensors file, so equal sessions give equal bytes, and nothing is executed on loading.
+The bytes are a safetensors file, so equal sessions give equal bytes, and nothing is executed on loading. They hold the whole
+adapter, however many ranks have parts of it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def session_state(session: Session, base_digest: str) -> bytes:
     text = json.dumps(header, sort_keys=True).encode()
     return save(
         {
-            "theta": session.theta.detach(),
-            "m": session.m,
-            "v": session.v,
+            "theta": session.whole(session.theta),
+            "m": session.whole(session.m),
+            "v": session.whole(session.v),
             "rng": session.generator.get_state(),
             "header": torch.frombuffer(bytearray(text), dtype=torch.uint8),
         }
@@ -62,13 +63,12 @@ def load_session_state(session: Session, state: bytes, base_digest: str) -> None
             raise ValueError(
                 f"session {session.name!r}: saved {key} is {header.get(key)!r}, the open session has {value!r}"
             )
-    if tensors["theta"].shape != session.theta.shape:
+    if tensors["theta"].shape != (session.num_parameters,):
         raise ValueError(
             f"session {session.name!r}: saved state has {tensors['theta'].numel()} parameters, open one "
             f"{session.num_parameters}"
         )
-    with torch.no_grad():
-        for name in ("theta", "m", "v"):
-            getattr(session, name).copy_(tensors[name])
+    for name in ("theta", "m", "v"):
+        session.take(getattr(session, name), tensors[name])
     session.generator.set_state(tensors["rng"])
     session.step, session.seed = header["step"], header["seed"]

@@ -29,6 +29,8 @@ from epilora.quant.formats import Format, ScaleAxis
 from epilora.quant.operand import Operand
 from epilora.quant.reference import dequantize, quantize_per_token_ref
 
+from .ranks import RankGroup
+
 
 @dataclass(frozen=True)
 class LoraPair:
@@ -166,11 +168,14 @@ def all_as_served(x: torch.Tensor, rows: Sequence[Rows], tensors: Sequence[torch
 class LoraLinear(nn.Module):
     """Stands in for one `nn.Linear` of the model. Has no parameters of its own: base and adapters are looked up."""
 
-    def __init__(self, name: str, base: BaseProjection) -> None:
-        """name: the checkpoint's module name, e.g. `model.layers.0.self_attn.q_proj`."""
+    def __init__(self, name: str, base: BaseProjection, parts_of: RankGroup | None = None) -> None:
+        """name: the checkpoint's module name, e.g. `model.layers.0.self_attn.q_proj`. parts_of: ranks whose products are
+        parts of a sum (a row-parallel layer), None: the product is complete.
+        """
         super().__init__()
         self.name = name
         self.base = base
+        self.parts_of = parts_of
         self.out_features, self.in_features = base.operand.shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,6 +192,8 @@ class LoraLinear(nn.Module):
             y_MN = self._rounded(x_MK, rows, tensors)
         else:
             y_MN = self.base.apply(x_MK, tuple(rows), tensors)
+        if self.parts_of is not None:
+            y_MN = self.parts_of.total(y_MN)
         return y_MN.reshape(*x.shape[:-1], self.out_features)
 
     def _rounded(self, x_MK: torch.Tensor, rows: Sequence[Rows], tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,12 +22,15 @@ from safetensors import safe_open
 from epilora.adapters.digest import raw_bytes, weights_digest
 from epilora.quant.formats import ScaleAxis, format_of_torch_dtype
 from epilora.quant.manifest import Location, TensorEntry, Transport, WeightEntry, WeightManifest
+from epilora.quant.operand import Operand
 from epilora.quant.reference import quantize_weight_ref
 
-from .attach import parameter_name
+from .attach import MappedBase, parameter_name
 
 PACKED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+ROW_PARALLEL = ("o_proj", "down_proj")
 _ALIGN = 4096
+_VOCAB_ALIGN = 64
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,40 @@ class LocalBase:
         self.path.unlink(missing_ok=True)
 
 
+class _Writer:
+    """Tensors into one file, page by page; their entries and what the base's digest is of."""
+
+    def __init__(self, folder: str | Path, name: str) -> None:
+        self.path = Path(folder) / f"epilora-{name}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights"
+        self._file = self.path.open("wb")
+        self.entries: list[WeightEntry] = []
+        self._digested: list[tuple[str, torch.Tensor]] = []
+
+    def _store(self, tensor: torch.Tensor) -> TensorEntry:
+        offset = -(-self._file.tell() // _ALIGN) * _ALIGN
+        self._file.seek(offset)
+        self._file.write(raw_bytes(tensor))
+        kind = str(tensor.dtype).removeprefix("torch.")
+        where = Location(Transport.SHM, str(self.path), offset)
+        return TensorEntry(tuple(tensor.shape), tensor.contiguous().stride(), kind, where)
+
+    def put(self, name: str, operand: Operand, slices: tuple[tuple[str, int], ...] = ()) -> None:
+        scales = None if operand.scales is None else operand.scales.reshape(-1, 1)
+        stored = None if scales is None else self._store(scales)
+        entry = WeightEntry(name, operand.format, operand.axis, self._store(operand.values), stored, slices=slices)
+        self._digested.append((parameter_name(entry), operand.values))
+        if scales is not None:
+            self._digested.append((f"{name}.weight_scale", scales))
+        self.entries.append(entry)
+
+    def close(self, model_path: str, engine: str, tp_rank: int = 0, tp_size: int = 1) -> LocalBase:
+        self._file.truncate(-(-self._file.tell() // _ALIGN) * _ALIGN)
+        self._file.close()
+        digest = weights_digest(self._digested)
+        manifest = WeightManifest(engine, model_path, digest, tp_rank, tp_size, tuple(self.entries))
+        return LocalBase(manifest, self.path)
+
+
 def make_local_base(
     model_path: str | Path, folder: str | Path, *, dtype: torch.dtype = torch.float32, name: str = "local"
 ) -> LocalBase:
@@ -49,45 +86,61 @@ def make_local_base(
 
     dtype: what weights are rounded to before they are quantised, and what embeddings and norms are stored in.
     """
-    model_path = Path(model_path)
-    entries: list[WeightEntry] = []
-    digested: list[tuple[str, torch.Tensor]] = []
-    path = Path(folder) / f"epilora-{name}-{os.getpid()}-{uuid.uuid4().hex[:8]}.weights"
-    with path.open("wb") as file:
+    writer = _Writer(folder, name)
+    for module, slices, weight in _modules(Path(model_path), dtype):
+        if slices:
+            writer.put(module, quantize_weight_ref(weight, ScaleAxis.CHANNEL), slices)
+        else:
+            kind = format_of_torch_dtype(str(weight.dtype).removeprefix("torch."))
+            writer.put(module, Operand(weight, kind, ScaleAxis.NONE))
+    return writer.close(str(model_path), name)
 
-        def store(tensor: torch.Tensor) -> TensorEntry:
-            offset = -(-file.tell() // _ALIGN) * _ALIGN
-            file.seek(offset)
-            file.write(raw_bytes(tensor))
-            kind = str(tensor.dtype).removeprefix("torch.")
-            return TensorEntry(
-                tuple(tensor.shape), tuple(tensor.stride()), kind, Location(Transport.SHM, str(path), offset)
-            )
 
-        for module, slices, weight in _modules(model_path, dtype):
-            if slices:
-                operand = quantize_weight_ref(weight, ScaleAxis.CHANNEL)
-                assert operand.scales is not None, "FP8 operands carry scales"
-                scales = operand.scales.reshape(-1, 1)
-                entry = WeightEntry(
-                    module, operand.format, operand.axis, store(operand.values), store(scales), slices=slices
+def cut_local_base(base: LocalBase, folder: str | Path, size: int) -> list[LocalBase]:
+    """The parts of `base` as `size` tensor-parallel ranks of an engine hold them, a file each, by rank.
+
+    Embedding and head are cut into rows rounded up to 64, as an engine pads them. Raises ValueError if a layer does not
+    divide.
+    """
+    mapped = MappedBase(base.manifest)
+    made = []
+    for rank in range(size):
+        writer = _Writer(folder, f"{base.manifest.engine}-{rank}of{size}")
+        for entry in base.manifest.entries:
+            operand, leaf, slices = mapped.operands[entry.name], entry.name.rsplit(".", 1)[-1], entry.slices
+            if leaf in ROW_PARALLEL:
+                width = _share(entry.name, operand.values.shape[1], size)
+                values = operand.values[:, rank * width : (rank + 1) * width].contiguous()
+                operand = replace(operand, values=values)
+            elif entry.slices:
+                slices = tuple((part, _share(f"{entry.name}: {part}", rows, size)) for part, rows in entry.slices)
+                starts = [0]
+                for _, rows in entry.slices:
+                    starts.append(starts[-1] + rows)
+                spans = [
+                    slice(start + rank * n, start + (rank + 1) * n)
+                    for start, (_, n) in zip(starts, slices, strict=False)
+                ]
+                scales = operand.scales
+                assert scales is not None, "linear layers of a local base are quantised"
+                values = torch.cat([operand.values.view(torch.uint8)[span] for span in spans]).view(
+                    operand.values.dtype
                 )
-                digested += [(parameter_name(entry), operand.values), (f"{module}.weight_scale", scales)]
-            else:
-                kind = format_of_torch_dtype(str(weight.dtype).removeprefix("torch."))
-                entry = WeightEntry(module, kind, ScaleAxis.NONE, store(weight))
-                digested.append((parameter_name(entry), weight))
-            entries.append(entry)
-        file.truncate(-(-file.tell() // _ALIGN) * _ALIGN)
-    manifest = WeightManifest(
-        engine=name,
-        model_path=str(model_path),
-        base_digest=weights_digest(digested),
-        tp_rank=0,
-        tp_size=1,
-        entries=tuple(entries),
-    )
-    return LocalBase(manifest, path)
+                operand = replace(
+                    operand, values=values, scales=torch.cat([scales.reshape(-1)[span] for span in spans])
+                )
+            elif leaf in ("embed_tokens", "lm_head"):
+                rows = -(-operand.values.shape[0] // (_VOCAB_ALIGN * size)) * _VOCAB_ALIGN
+                operand = replace(operand, values=operand.values[rank * rows : (rank + 1) * rows])
+            writer.put(entry.name, operand, slices)
+        made.append(writer.close(base.manifest.model_path, base.manifest.engine, rank, size))
+    return made
+
+
+def _share(what: str, count: int, size: int) -> int:
+    if count % size:
+        raise ValueError(f"{what}: {count} does not divide among {size} ranks")
+    return count // size
 
 
 def _modules(model_path: Path, dtype: torch.dtype) -> Iterator[tuple[str, tuple[tuple[str, int], ...], torch.Tensor]]:

@@ -25,6 +25,7 @@ from epilora.quant.operand import Operand
 
 from .attach import base_digest
 from .base import BaseWeights
+from .ranks import Ranks
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _ALIGN = 256
@@ -183,10 +184,12 @@ def copy_codes(mapped: BaseWeights, device: torch.device, *, offloaded: bool) ->
     return OwnBase(mapped.manifest, mapped.operands, device, offloaded=offloaded)
 
 
-def sixteen_bit(mapped: BaseWeights, dtype: torch.dtype, device: torch.device, *, offloaded: bool) -> OwnBase:
+def sixteen_bit(
+    mapped: BaseWeights, dtype: torch.dtype, device: torch.device, *, offloaded: bool, ranks: Ranks | None = None
+) -> OwnBase:
     """The checkpoint's weights in `dtype` for every linear layer, as trainers that know no low-precision base hold them.
 
-    Everything else (embeddings, norms) is copied from the engine. Raises FileNotFoundError if the model's folder has no
+    ranks: the others, if `mapped` is one rank's part. Everything else (embeddings, norms) is copied from the engine. Raises FileNotFoundError if the model's folder has no
     safetensors, UnsupportedKernel if a weight is stored in less than 16 bits there.
     """
     files = _weight_files(Path(mapped.manifest.model_path))
@@ -194,7 +197,7 @@ def sixteen_bit(mapped: BaseWeights, dtype: torch.dtype, device: torch.device, *
     for entry in mapped.manifest.entries:
         operand = mapped.operands[entry.name]
         if entry.slices and operand.scales is not None:
-            weight = torch.cat([_read(files, name, dtype) for name in _checkpoint_names(entry)])
+            weight = torch.cat([_read(files, name, dtype, ranks) for name in _checkpoint_names(entry)])
             if weight.shape != operand.values.shape:
                 raise ValueError(
                     f"{entry.name}: the checkpoint has {tuple(weight.shape)}, the engine {tuple(operand.values.shape)}"
@@ -225,11 +228,13 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _read(files: Mapping[str, Path], name: str, dtype: torch.dtype) -> torch.Tensor:
+def _read(files: Mapping[str, Path], name: str, dtype: torch.dtype, ranks: Ranks | None) -> torch.Tensor:
     if name not in files:
         raise KeyError(f"{name} is not in the checkpoint's safetensors")
     with safe_open(files[name], framework="pt") as file:
         weight = file.get_tensor(name)
     if weight.element_size() < 2:
         raise UnsupportedKernel(f"{name} is stored as {weight.dtype}: the checkpoint holds no 16-bit weights")
+    if ranks is not None:
+        weight = ranks.cut(name.removesuffix(".weight"), *weight.shape).of_weight(weight)
     return weight.to(dtype)

@@ -25,6 +25,8 @@ from epilora.types import AdapterSpec
 
 from .linear import LoraPair
 
+Key = tuple[str, str]  # module, "A" or "B"
+
 
 @dataclass(frozen=True)
 class AdamWConfig:
@@ -60,10 +62,33 @@ class AdamWConfig:
         return cls(**given)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where an adapter's tensors lie in a flat vector: (module, "A" or "B") -> (start, shape)."""
+
+    places: dict[Key, tuple[int, tuple[int, int]]]
+    size: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[Key, tuple[int, int]]) -> Layout:
+        """One after the other."""
+        places, size = {}, 0
+        for key, shape in shapes.items():
+            places[key] = (size, shape)
+            size += shape[0] * shape[1]
+        return cls(places, size)
+
+    def view(self, flat: torch.Tensor, key: Key) -> torch.Tensor:
+        """One tensor as a view of `flat`."""
+        start, shape = self.places[key]
+        return flat[start : start + shape[0] * shape[1]].view(shape)
+
+
 class Session:
     """Parameters and optimizer state of one adapter.
 
-    pairs: module name -> LoraPair, leaves whose gradients accumulate into `grad`. theta, grad, m, v: flat fp32 [P].
+    pairs: module name -> LoraPair, leaves whose gradients accumulate into `grad`. theta, grad, m, v: flat fp32 of what this
+    process holds.
     step: optimizer steps taken. generator: the session's own random numbers.
     """
 
@@ -92,33 +117,60 @@ class Session:
             raise ValueError(
                 f"session {name!r}: target_modules {unmatched} match nothing; the base has {leaves} (or all-linear)"
             )
-        self._where: dict[str, tuple[int, int, int, int, int, float]] = {}
-        size = 0
+        shapes: dict[Key, tuple[int, int]] = {}
         for module in modules:
             n, k = linear_shapes[module]
-            rank, scaling = module_rank_and_scaling(spec, module)
+            rank, _ = module_rank_and_scaling(spec, module)
             if rank < 1:
                 raise ValueError(f"session {name!r}: rank {rank} for {module}; allowed: >= 1")
-            self._where[module] = (size, size + rank * k, n, k, rank, scaling)
-            size += rank * (n + k)
-        self.theta, self.grad, self.m, self.v = (torch.zeros(size, device=device) for _ in range(4))
+            shapes |= {(module, "A"): (rank, k), (module, "B"): (n, rank)}
+        self._whole = Layout.of(shapes)
+        self._held = self._held_here(self._whole)
+        self.theta, self.grad, self.m, self.v = (torch.zeros(self._held.size, device=device) for _ in range(4))
+        held = {key: self._leaf(key) for key in shapes}
         self.pairs: dict[str, LoraPair] = {}
-        for module, (start_a, start_b, n, k, rank, scaling) in self._where.items():
-            a, b = self._leaf(start_a, (rank, k)), self._leaf(start_b, (n, rank))
+        for module in modules:
+            rank, k = shapes[module, "A"]
             bound = 1.0 / math.sqrt(k)
             with torch.no_grad():  # drawn on the CPU: a seed means the same adapter on every device
-                a.copy_(torch.empty(rank, k).uniform_(-bound, bound, generator=self.generator))
-            self.pairs[module] = LoraPair(a, b, scaling)
+                drawn = torch.empty(rank, k).uniform_(-bound, bound, generator=self.generator)
+                held[module, "A"].copy_(self._part((module, "A"), drawn))
+            _, scaling = module_rank_and_scaling(spec, module)
+            self.pairs[module] = LoraPair(held[module, "A"], held[module, "B"], scaling)
 
-    def _leaf(self, start: int, shape: tuple[int, int]) -> torch.Tensor:
-        stop = start + shape[0] * shape[1]
-        leaf = self.theta[start:stop].view(shape).requires_grad_()
-        leaf.grad = self.grad[start:stop].view(shape)
+    def _leaf(self, key: Key) -> torch.Tensor:
+        leaf = self._held.view(self.theta, key).requires_grad_()
+        leaf.grad = self._held.view(self.grad, key)
         return leaf
+
+    # ---- what one of several ranks does otherwise (see sharded_session.py) ---------------------------------------------
+
+    def _held_here(self, whole: Layout) -> Layout:
+        """Where what this process holds of the adapter lies in its flat vectors."""
+        return whole
+
+    def _part(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
+        """What this process holds of one whole tensor."""
+        return tensor
+
+    def _gradient_norm(self) -> float:
+        """L2 norm of the whole gradient, once it is complete."""
+        return float(self.grad.norm())
+
+    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+        """The whole adapter's vector of this process's `flat` (theta, m or v), in the order of one that holds it all."""
+        return flat.detach()
+
+    def take(self, flat: torch.Tensor, whole: torch.Tensor) -> None:
+        """Set `flat` (theta, m or v) from the whole adapter's vector."""
+        with torch.no_grad():
+            for key in self._whole.places:
+                self._held.view(flat.detach(), key).copy_(self._part(key, self._whole.view(whole, key)))
 
     @property
     def num_parameters(self) -> int:
-        return int(self.theta.numel())
+        """Of the whole adapter."""
+        return self._whole.size
 
     def learning_rate(self) -> float:
         """Rate of the next step."""
@@ -132,7 +184,7 @@ class Session:
         Raises FloatingPointError, changing nothing, if the gradient is not finite.
         """
         config = self.optimizer
-        norm = float(self.grad.norm())
+        norm = self._gradient_norm()
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"session {self.name!r}, step {self.step + 1}: gradient norm is {norm}; lower the learning rate"
@@ -162,25 +214,22 @@ class Session:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Any]) -> None:
         """Take parameters from what `export` gave. Raises ValueError naming what does not fit; changes nothing then."""
-        wanted = {
-            f"base_model.model.{module}.lora_{side}.weight": leaf
-            for module, pair in self.pairs.items()
-            for side, leaf in (("A", pair.a), ("B", pair.b))
-        }
+        wanted = {_peft_name(key): key for key in self._whole.places}
         missing, surplus = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
         if missing or surplus:
             raise ValueError(f"session {self.name!r}: tensors missing {missing[:3]}, unknown {surplus[:3]}")
-        for name, leaf in wanted.items():
-            if tuple(tensors[name].shape) != tuple(leaf.shape):
+        for name, key in wanted.items():
+            shape = self._whole.places[key][1]
+            if tuple(tensors[name].shape) != shape:
                 raise ValueError(
-                    f"session {self.name!r}: {name} has shape {tuple(tensors[name].shape)}, the session's {tuple(leaf.shape)}"
+                    f"session {self.name!r}: {name} has shape {tuple(tensors[name].shape)}, the session's {shape}"
                 )
-        for name, leaf in wanted.items():
-            leaf.copy_(torch.as_tensor(tensors[name]))
+        for name, key in wanted.items():
+            self._held.view(self.theta, key).copy_(self._part(key, torch.as_tensor(tensors[name])))
 
     def export(self) -> dict[str, np.ndarray]:
         """PEFT keys -> fp32 arrays (copies), scaling not folded."""
-        return {name: leaf.cpu().numpy().copy() for name, leaf in self._leaves().items()}
+        return {name: leaf.cpu().numpy().copy() for name, leaf in self._named(self.whole(self.theta)).items()}
 
     def share(self) -> DeviceTensors:
         """PEFT keys -> handles of the tensors as they lie on this GPU, for an engine there; the same at every call.
@@ -188,17 +237,22 @@ class Session:
         Waits for what runs on the GPU. Whoever reads them must have done so before the next `apply`.
         Raises RuntimeError off a GPU, or for memory that cannot be shared.
         """
+        tensors = self._named(self._whole_in_place())
         if self._shared is None:
-            self._shared = share(self.name, self._leaves())
+            self._shared = share(self.name, tensors)
         torch.cuda.synchronize(self.theta.device)
         return self._shared
 
-    def _leaves(self) -> dict[str, torch.Tensor]:
-        return {
-            f"base_model.model.{module}.lora_{side}.weight": leaf.detach()
-            for module, pair in self.pairs.items()
-            for side, leaf in (("A", pair.a), ("B", pair.b))
-        }
+    def _whole_in_place(self) -> torch.Tensor:
+        """The whole adapter's vector at an address that stays."""
+        return self.theta.detach()
+
+    def _named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {_peft_name(key): self._whole.view(whole, key) for key in self._whole.places}
+
+
+def _peft_name(key: Key) -> str:
+    return f"base_model.model.{key[0]}.lora_{key[1]}.weight"
 
 
 def _only(spec: AdapterSpec, target: str) -> AdapterSpec:

@@ -21,7 +21,7 @@ from epilora.quant.manifest import WeightManifest
 from epilora.types import AdapterSpec, RolloutGroup
 
 from . import loss as losses
-from .attach import attach_single
+from .attach import MappedBase, attach_single
 from .base import BaseWeights
 from .batch import Layout, MicroBatch, TokenPair, layout_of, micro_batches
 from .checkpoint import load_session_state, session_state
@@ -30,8 +30,10 @@ from .logprob import selected_logprobs
 from .memory import PeakMeter, anonymous_bytes, give_back_large_blocks, mapping_bytes, private_bytes
 from .model import BaseModel, build_model
 from .own_base import OwnBase, copy_codes, sixteen_bit
+from .ranks import RankGroup, Ranks
 from .rl_batch import RlBatch, prepare
 from .session import Session
+from .sharded_session import ShardedSession
 
 OWN = ("", "fp8", "16bit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,6 +54,7 @@ class LoraTrainer:
         offloaded: bool = False,
         gives_memory_back: bool = False,
         round_activations: bool = False,
+        group: RankGroup | None = None,
     ) -> None:
         """dtype: of activations, "float32", "bfloat16" or "float16"; parameters and optimizer are fp32 always.
 
@@ -62,7 +65,9 @@ class LoraTrainer:
         `gemm_mode` ("panel" or "registers", see `epilora.kernels.training`). own: "" computes on the engine's copy, "fp8" on
         a copy of its codes, "16bit" on the checkpoint's weights; offloaded: that copy waits in host memory between calls.
         gives_memory_back: the GPU memory of a call is free for others when it returns (the engine's KV cache comes back).
-        round_activations: see `linear.AdapterContext`, a control for measurements.
+        round_activations: see `linear.AdapterContext`, a control for measurements. group: this trainer is one of several ranks
+        (`ranks.py`): every method is called on all of them together, and returns the same on each but `base_checksum`,
+        `shared_adapter` and `memory`, which are of this rank.
         """
         if dtype not in DTYPES:
             raise ValueError(f"trainer dtype={dtype!r}; allowed: {sorted(DTYPES)}")
@@ -85,6 +90,10 @@ class LoraTrainer:
         self._round_activations = round_activations
         self._gives_memory_back = gives_memory_back and on_gpu
         self._gemm_mode = gemm_mode if on_gpu and self._dtype != torch.float32 else None
+        self._group = group
+        self._ranks: Ranks | None = None
+        self._manifests: tuple[WeightManifest, ...] = ()
+        self._base_digest = ""  # of the whole base, all ranks
         self._base: BaseWeights | None = None
         self._model: BaseModel | None = None
         self._sessions: dict[str, Session] = {}
@@ -97,34 +106,46 @@ class LoraTrainer:
     def attach(self, manifests: Sequence[WeightManifest]) -> None:
         """Map the base read-only and build the model on it. Attaching again to the same base does nothing.
 
-        Raises BaseMismatch if the bytes do not have the manifest's digest, or if sessions are open on another base.
+        manifests: of all ranks of one engine. Raises BaseMismatch if the bytes do not have the manifest's digest, or if
+        sessions are open on another base; UnsupportedKernel if the engine has another number of ranks.
         """
-        if self._base is not None and list(manifests) == [self._base.manifest]:
+        if self._base is not None and tuple(manifests) == self._manifests:
             return
+        ranks = None if self._group is None else Ranks(manifests, self._group)
         with self._meter:
-            mapped = attach_single(manifests)
+            mapped = attach_single(manifests) if ranks is None else MappedBase(ranks.manifest)
             if self._own == "fp8":
-                self.use_base(copy_codes(mapped, self._device, offloaded=self._offloaded))
+                base: BaseWeights = copy_codes(mapped, self._device, offloaded=self._offloaded)
             elif self._own == "16bit":
-                self.use_base(sixteen_bit(mapped, self._dtype, self._device, offloaded=self._offloaded))
+                base = sixteen_bit(mapped, self._dtype, self._device, offloaded=self._offloaded, ranks=ranks)
             else:
-                self.use_base(mapped)
+                base = mapped
+            self.use_base(base, ranks)
+        self._manifests = tuple(manifests)
 
-    def use_base(self, base: BaseWeights) -> None:
-        """Build the model on a base of this process. Raises BaseMismatch if sessions are open on another one."""
-        if self._sessions and self._base is not None and base.manifest.base_digest != self._base.manifest.base_digest:
+    def use_base(self, base: BaseWeights, ranks: Ranks | None = None) -> None:
+        """Build the model on a base of this process. ranks: the others, if it is one rank's part.
+
+        Raises BaseMismatch if sessions are open on another one.
+        """
+        found = base.manifest.base_digest if ranks is None else ranks.base_digest
+        if self._sessions and self._base is not None and found != self._base_digest:
             raise BaseMismatch(
-                f"sessions {sorted(self._sessions)} train on base {self._base.manifest.base_digest[:16]}, this "
-                f"one is {base.manifest.base_digest[:16]}; close them first"
+                f"sessions {sorted(self._sessions)} train on base {self._base_digest[:16]}, this "
+                f"one is {found[:16]}; close them first"
             )
         with base.loaded():
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # the model's builder reads every layer
             self._model = build_model(
-                base, self._dtype, checkpoint_activations=self._checkpoint_activations, gemm_mode=self._gemm_mode
+                base,
+                self._dtype,
+                checkpoint_activations=self._checkpoint_activations,
+                gemm_mode=self._gemm_mode,
+                ranks=ranks,
             )
         self._model.context.round_activations = self._round_activations
-        self._base = base
+        self._base, self._base_digest, self._ranks = base, found, ranks
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -139,7 +160,7 @@ class LoraTrainer:
         return self._attached[1].vocab_size
 
     def base_checksum(self) -> str:
-        """sha256 of the mapped codes and scales, computed now."""
+        """sha256 of the mapped codes and scales, computed now (on one of several ranks: of its part)."""
         return self._attached[0].digest()
 
     @property
@@ -154,8 +175,12 @@ class LoraTrainer:
         """
         if session in self._sessions:
             raise ValueError(f"session {session!r} is open; close it or choose another name")
-        shapes = self._attached[1].linear_shapes
-        self._sessions[session] = Session(session, spec, optimizer, seed, shapes, self._device)
+        model = self._attached[1]
+        if self._group is None:
+            made = Session(session, spec, optimizer, seed, model.linear_shapes, self._device)
+        else:
+            made = ShardedSession(session, spec, optimizer, seed, model.cuts, self._group, self._device)
+        self._sessions[session] = made
 
     def open_adapter(self, session: str, spec: AdapterSpec, tensors: Mapping[str, Any]) -> None:
         """A session that begins with an adapter: `tensors` as `adapter` gives them (PEFT keys, scaling not folded).
@@ -362,7 +387,9 @@ class LoraTrainer:
         hidden = model.hidden(micro.ids, micro.lengths)
         hidden = hidden[micro.rows.to(hidden.device), micro.positions.to(hidden.device)]
         ids = micro.targets[:, None] if extra_ids is None else torch.cat([micro.targets[:, None], extra_ids], dim=1)
-        chosen, entropy = selected_logprobs(hidden, model.head, ids.to(hidden.device), chunk=self._logprob_chunk)
+        chosen, entropy = selected_logprobs(
+            hidden, model.head, ids.to(hidden.device), chunk=self._logprob_chunk, cut=model.head_cut
+        )
         chosen, entropy = chosen.cpu(), entropy.cpu()  # a few floats a token: the loss is the same code everywhere
         return chosen[:, 0], entropy, None if extra_ids is None else chosen[:, 1:]
 
@@ -386,11 +413,20 @@ class LoraTrainer:
 
     def state(self, session: str) -> bytes:
         """The session as bytes (see checkpoint.py); equal sessions give equal bytes."""
-        return session_state(self._session(session), self._attached[0].manifest.base_digest)
+        return session_state(self._session(session), self._base_digest)
 
     def load_state(self, session: str, state: bytes) -> None:
         """Make an open session what was saved. Raises ValueError for another spec, optimizer or base."""
-        load_session_state(self._session(session), state, self._attached[0].manifest.base_digest)
+        load_session_state(self._session(session), state, self._base_digest)
+
+    def close(self) -> None:
+        """Let go of the base and forget every session."""
+        self._sessions.clear()
+        self._base = self._model = None
+        self._manifests = ()
+
+    def check(self) -> None:
+        """Nothing to check: this trainer is one process. See `sharded.ShardedTrainer`."""
 
     def memory(self) -> dict[str, int]:
         """private_bytes, peak_private_bytes (since construction), shared_bytes (resident pages of the mapped base),

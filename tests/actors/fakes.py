@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from epilora.errors import AdapterNotFound, EngineDead
+from epilora.errors import AdapterNotFound, EngineDead, TrainerDead
 from epilora.quant.formats import Format, ScaleAxis
 from epilora.quant.manifest import Location, TensorEntry, Transport, WeightEntry, WeightManifest
 from epilora.types import AdapterVersion, EngineInfo, EngineStats, LoadReceipt
@@ -92,12 +92,18 @@ class Trainer:
     def __init__(self, dtype: str) -> None:
         self.attached: list[str] = []
         self.sessions: set[str] = set()
+        self.lost_a_rank = False
+
+    def check(self) -> None:
+        if self.lost_a_rank:
+            raise TrainerDead("rank 1 ended")
 
     def attach(self, manifests: list[WeightManifest]) -> None:
         self.attached = [m.base_digest for m in manifests]
 
     def open_session(self, session: str, spec: Any, optimizer: Any, seed: int) -> None:
         self.sessions.add(session)
+        self.lost_a_rank = session == "lose a rank"
 
     def close_session(self, session: str) -> None:
         self.sessions.discard(session)

@@ -159,7 +159,7 @@ def test_engine_and_trainer_halve_one_gpu_and_a_third_is_told_why_not(pool: Any)
 def test_a_pair_is_one_bundle_and_its_trainer_gets_the_devices_by_uuid(pool: Any) -> None:
     pair = request(
         "pair", on("L40S", "H100"), bundle={"GPU": 2.0, "nvlink_pair": 1.0}, engine_options={"num_gpus": 2, "num_cpus": 0},
-        trainer_options={"num_gpus": 0, "num_cpus": 0}, engine_kwargs={"gpu_uuids": ("GPU-aa", "GPU-bb")},
+        trainer_options={"num_gpus": 0, "num_cpus": 0}, engine_kwargs={"gpu_uuids": ("aa", "GPU-bb")},
     )  # fmt: skip
     with pytest.raises(ray.exceptions.RayTaskError, match="GPU 2 wanted, 1"):  # two nodes of one GPU are no pair
         ensure(pool, pair, timeout_s=3.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -118,6 +119,24 @@ def test_a_killed_engine_is_started_again_for_the_next_job(pool) -> None:
     assert again.name == first.name
     assert ray.get(ray.get_actor("base", namespace=NAMESPACE).pid.remote()) != pid
     assert ray.get(ray.get_actor("base-trainer", namespace=NAMESPACE).memory.remote()) == {"attached": 1, "sessions": 0}
+
+
+def test_a_trainer_that_lost_a_rank_is_replaced_beside_its_engine(pool) -> None:
+    ensure(pool, request(), "job-a")
+    engine = ray.get(ray.get_actor("base", namespace=NAMESPACE).pid.remote())
+    trainer = ray.get_actor("base-trainer", namespace=NAMESPACE)
+    pid = ray.get(trainer.pid.remote())
+    ray.get(trainer.open_session.remote("lose a rank", None, {}, 0), timeout=30)
+    deadline = time.monotonic() + 30  # nobody asks for the base meanwhile: the pool notices by itself
+    while True:
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):  # between the two there is none
+            if ray.get(ray.get_actor("base-trainer", namespace=NAMESPACE).pid.remote(), timeout=10) != pid:
+                break
+        assert time.monotonic() < deadline, ray.get(pool.status.remote())
+        time.sleep(0.2)
+    ensure(pool, request(), "job-b")
+    assert ray.get(ray.get_actor("base-trainer", namespace=NAMESPACE).memory.remote()) == {"attached": 1, "sessions": 0}
+    assert ray.get(ray.get_actor("base", namespace=NAMESPACE).pid.remote()) == engine
 
 
 def test_shutdown_stops_everything_the_pool_owns(pool) -> None:

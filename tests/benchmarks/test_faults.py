@@ -150,3 +150,4 @@ def test_the_summary_counts_what_went_wrong() -> None:
     assert set(by_kind) == {"engine (stand-in)", "engine (vllm)"}
     assert summarise([*rows[:3], {"case": "resumed", "steps": 9, "differing": []}])["resumed_bit_equal"] == 1
     assert summarise([{"case": "resumed", "steps": 0, "differing": []}])["resumed_bit_equal"] == 0
+    assert summarise(rows[:3])["resumed_bit_equal"] is None

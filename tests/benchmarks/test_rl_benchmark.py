@@ -45,15 +45,45 @@ def test_small_programs_write_the_rows_the_summary_reads(rows: list[dict]) -> No
 @pytest.mark.vllm
 def test_arms_learn_as_parallel_jobs_on_one_engine(tmp_path: Path) -> None:
     out = tmp_path / "rl.json"
-    program.main(["learning", "--small", "--out", str(out), "--arms", "flashrl", "w8a8_tis", "matched"])
+    arms = ["flashrl", "w8a8_tis", "matched", "fake_quantised"]
+    program.main(["learning", "--small", "--out", str(out), "--arms", *arms])
     found = json.loads(out.read_text())
     rows = {row["provider"]: row for row in found["rows"] if row["provider"] != "base"}
-    assert list(rows) == ["flashrl", "w8a8_tis", "matched"]
+    assert list(rows) == arms
     assert all(len(row["kl"]) == len(row["step_s"]) == 2 and row["base_unchanged"] for row in rows.values())
-    assert [row["jobs"] for row in rows.values()] == [2, 2, 1]
+    assert [row["jobs"] for row in rows.values()] == [2, 2, 1, 1]
+    assert rows["fake_quantised"]["kl"][0] < 1e-9  # the values of the codes, unrounded activations, on both sides
     assert rows["matched"]["kl"][0] < 1e-9 < rows["w8a8_tis"]["kl"][0]
     assert found["summary"]["acc_flashrl"] == rows["flashrl"]["samples_accuracy"][0]
     assert found["summary"]["fp8_trainer_kl_over_flashrl"] > 0
+
+
+@pytest.mark.vllm
+def test_the_marlin_control_says_what_it_needs(tmp_path: Path) -> None:
+    out = tmp_path / "rl.json"
+    with pytest.raises(SystemExit, match="failed: learning"):
+        program.main(["learning", "--small", "--out", str(out), "--arms", "marlin"])
+    assert "Marlin kernel needs a GPU" in json.loads(out.read_text())["rows"][-1]["failure"]
+    with pytest.raises(SystemExit, match="failed: learning"):
+        program.main(["learning", "--small", "--out", str(out), "--arms", "marlin", "bf16"])
+    assert "a process of its own" in json.loads(out.read_text())["rows"][-1]["failure"]
+
+
+def test_of_co_serving_the_worst_cell_counts() -> None:
+    def row(name: str, provider: str, jobs: int, rate: float, value: float) -> dict:
+        facts = {"case": f"coserve/qwen3-8b/{name}", "provider": provider, "M": jobs, "rate": rate, "run_id": "r"}
+        return facts | {"unit": "s", "samples_s": [value]}
+
+    rows = [row("gpu_s", side, jobs, rate, value) for side, jobs, rate, value in (
+        ("together", 1, 2.0, 8.0), ("separate", 1, 2.0, 10.0), ("together", 2, 8.0, 18.0), ("separate", 2, 8.0, 20.0),
+        ("together", 2, 2.0, 99.0),
+    )]  # fmt: skip
+    rows += [row("rl_steps_s", "together", 1, 2.0, 0.5), row("rl_steps_s", "alone", 1, 2.0, 1.0)]
+    rows += [row("rl_steps_s", "together", 2, 2.0, 0.9), row("rl_steps_s", "alone", 2, 2.0, 1.0)]
+    found = summarise(rows)
+    assert found["coserve_gpu_s_over_separate"] == 0.9
+    assert found["coserve_rl_rate_over_alone"] == 0.5
+    assert found["coserve_ttft_p99_over_alone"] is None
 
 
 def learning(arm: str, accuracy: float, kl: float, step_s: float, seed: int, run: str = "r1") -> dict:

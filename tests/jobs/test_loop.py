@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from actors.handles import LocalPart
+from actors.spread import EngineSet
 from epilora.config import load_config
-from epilora.errors import AdapterRejected, EpiloraError
+from epilora.errors import AdapterRejected, BaseMismatch, EngineDead, EpiloraError
 from epilora.tasks.base import Problem, RewardError
 from epilora.trainer.loss import LossConfig
 from epilora.types import AdapterSpec, AdapterVersion, Completion, EngineStats, LoadReceipt
@@ -36,6 +37,8 @@ class Engine:
         self.drafts: dict[str, str] = {}  # id -> what it was loaded from
         self.sealed: list[tuple[str, str]] = []
         self.refuse_to_seal = False
+        self.asked: list[int] = []
+        self.dies_in_batch: int | None = None
 
     def info(self):
         return SimpleNamespace(base_digest="base", model_name="m", max_model_len=64)
@@ -54,6 +57,10 @@ class Engine:
         digest = requests[0].adapter
         assert self.holds(digest), "asked for a version that is not loaded"
         self.batches.append(digest)
+        self.asked.append(len(requests))
+        if len(self.batches) == self.dies_in_batch:
+            await asyncio.sleep(0.01)
+            raise EngineDead("killed")
         if len(self.batches) == self.hang_at_batch:
             await asyncio.Event().wait()
         assert self.holds(digest), "version was unloaded while its batch was running"
@@ -187,7 +194,8 @@ class Task:
         return True
 
 
-def make(tmp_path: Path, *overrides: str, parts=None, task=None):
+def make(tmp_path: Path, *overrides: str, parts=None, task=None, engines=None):
+    """engines: several at once, by key; the loop has an EngineSet of them then."""
     config = load_config(
         None,
         ["engine.model_path=m", "task.path=a:b", "rl.prompts_per_step=3", "rl.group_size=2", "rl.steps=6",
@@ -196,10 +204,17 @@ def make(tmp_path: Path, *overrides: str, parts=None, task=None):
     engine, trainer, store = parts or (Engine(), Trainer(), Store())
     records: list[tuple[int, dict]] = []
     loop = RLLoop(
-        config, engine=LocalPart(engine), trainer=LocalPart(trainer), store=LocalPart(store), task=task or Task(),
+        config, engine=LocalPart(engine) if engines is None else spread(engines), drafts=engines is None, trainer=LocalPart(trainer), store=LocalPart(store), task=task or Task(),
         run_dir=tmp_path, record=lambda step, metrics: records.append((step, metrics)),
     )  # fmt: skip
     return loop, engine, trainer, store, records
+
+
+def spread(engines: dict[str, Engine]) -> EngineSet:
+    async def find():
+        return {key: LocalPart(engine) for key, engine in engines.items()}
+
+    return EngineSet(find)
 
 
 async def start_and_run(loop: RLLoop) -> None:
@@ -470,3 +485,94 @@ def test_seeds_depend_on_every_part() -> None:
     seeds = {rollout_seed(*case) for case in cases}
     assert len(seeds) == len(cases)
     assert all(0 <= s < 2**31 for s in seeds)
+
+
+class Sums(Task):
+    """As Task; every problem has a prompt of its own."""
+
+    def problem(self, split, index):
+        return Problem(f"{split}-{index}", f"{index}+1=", "2")
+
+
+def run_spread(tmp_path: Path, engines: dict[str, Engine], *overrides: str):
+    """A run over `engines`; what it records, and the policy that one engine would have made."""
+    one, *_ = make(tmp_path / "one", *overrides, task=Sums())
+    asyncio.run(start_and_run(one))
+    loop, _, _, store, records = make(tmp_path / "spread", *overrides, engines=engines, task=Sums())
+    asyncio.run(start_and_run(loop))
+    assert [step for step, _ in records] == [1, 2, 3, 4, 5, 6]
+    assert loop.policy.version.digest == one.policy.version.digest  # every rollout of every step was there
+    return loop, store
+
+
+def test_two_engines_share_a_steps_rollouts_and_both_hold_its_adapter(tmp_path: Path) -> None:
+    engines = {"a": Engine(), "b": Engine()}
+    loop, store = run_spread(tmp_path, engines)
+    policy = loop.policy.version.digest
+    for engine, share in zip(engines.values(), (4, 2), strict=True):  # 3 prompts of 2 answers: whole prompts
+        assert [store.by_digest[digest][0].version for digest in engine.batches] == [1, 2, 3, 4, 5, 6]
+        assert engine.asked == [share] * 6
+        assert engine.peak == 2
+        assert set(engine.loaded) == {policy}
+        assert engine.pins == {(policy, "policy-run")}
+    assert engines["a"].turns
+    assert not engines["b"].turns  # only the first one shares its GPU with the trainer
+
+
+def test_a_draft_is_not_made_for_engines_on_other_gpus(tmp_path: Path) -> None:
+    engines = {"a": Engine(), "b": Engine()}
+    loop, _, trainer, *_ = make(tmp_path, "rl.steps=2", engines=engines)
+    trainer.on_gpu = True
+    asyncio.run(start_and_run(loop))
+    assert [engine.sealed for engine in engines.values()] == [[], []]
+    assert set(engines["a"].loaded) == set(engines["b"].loaded) == {loop.policy.version.digest}
+
+
+@pytest.mark.parametrize("dying", ["a", "b"])
+def test_an_engine_lost_in_the_middle_of_a_step_loses_no_rollout(tmp_path: Path, dying: str) -> None:
+    engines = {"a": Engine(), "b": Engine()}
+    engines[dying].dies_in_batch = 3
+    find = dict(engines)
+    plain = engines[dying].generate
+
+    async def generate(requests):
+        try:
+            return await plain(requests)
+        except EngineDead:
+            find.pop(dying)  # the pool sees it too
+            raise
+
+    engines[dying].generate = generate
+    run_spread(tmp_path, find)
+    other = engines["b" if dying == "a" else "a"]
+    assert sum(other.asked) == 36 - sum(engines[dying].asked[:2])
+    assert len(engines[dying].batches) == 3
+
+
+def test_an_engine_that_comes_holds_the_policy_before_it_samples(tmp_path: Path) -> None:
+    engines = {"a": Engine()}
+    plain = engines["a"].generate
+
+    async def generate(requests):
+        if len(engines["a"].batches) == 2:
+            engines["b"] = Engine()
+        return await plain(requests)
+
+    engines["a"].generate = generate
+    run_spread(tmp_path, engines, "rl.max_staleness=1")
+    assert engines["b"].asked == [2, 2, 2]  # asserts by itself that it holds what it is asked for
+    assert len(engines["b"].pins) == 1
+
+
+def test_no_engine_left_and_engines_of_two_models_end_the_run(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.dies_in_batch = 2
+    loop, *_ = make(tmp_path / "lost", engines={"a": engine})
+    with pytest.raises(EngineDead, match="none of the base's engines is left"):
+        asyncio.run(start_and_run(loop))
+    other = Engine()
+    other.info = lambda: SimpleNamespace(name="b", base_digest="other base", model_name="m", max_model_len=64)
+    whole = Engine()
+    whole.info = lambda: SimpleNamespace(name="a", base_digest="base", model_name="m", max_model_len=64)
+    with pytest.raises(BaseMismatch, match="would come from two models"):
+        asyncio.run(spread({"a": whole, "b": other}).join())

@@ -42,15 +42,17 @@ class Mortal:
 class System:
     """Revives by giving an empty engine and trainer in the place of what died; the store keeps what it had."""
 
-    def __init__(self, store: Any) -> None:
-        self.store = LocalPart(store)
+    def __init__(self, store: Any, on_gpu: bool = False) -> None:
+        self.store, self._on_gpu = LocalPart(store), on_gpu
         self.revived = 0
         self.engines: list[Engine] = []
 
     async def revive(self) -> None:
         self.revived += 1
         self.engines.append(Engine())
-        self.engine, self.trainer = LocalPart(self.engines[-1]), LocalPart(Trainer())
+        trainer = Trainer()
+        trainer.on_gpu = self._on_gpu
+        self.engine, self.trainer = LocalPart(self.engines[-1]), LocalPart(trainer)
 
 
 async def start_and_train(loop: RLLoop, system: System) -> int:
@@ -97,6 +99,23 @@ def test_it_goes_on_at_the_last_completed_step(
     assert loop.policy.version.digest == digest
     assert checkpoints(tmp_path / "cut") == kept
     assert set(system.engines[-1].loaded) == {digest}
+
+
+@pytest.mark.parametrize(("method", "resumed"), [("load_draft", 1), ("seal_draft", 1), ("generate", 2)])
+def test_on_a_gpu_what_is_not_durable_yet_is_made_again(tmp_path: Path, method: str, resumed: int) -> None:
+    trainer, store = Trainer(), Store()
+    trainer.on_gpu = True
+    engine = Mortal(Engine(), method, (3,), ActorDiedError())
+    loop, *_, records = make(tmp_path / "cut", "rl.keep_checkpoints=100", parts=(engine, trainer, store))
+    system = System(store, on_gpu=True)
+    assert asyncio.run(start_and_train(loop, system)) == 1
+    steps = [step for step, _ in records]
+    assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]
+    assert steps.count(resumed + 1) == 1 + (method == "seal_draft")  # recorded, then found not to be durable
+    assert loop.policy is not None
+    digest, kept = whole(tmp_path / "whole")
+    assert loop.policy.version.digest == digest
+    assert checkpoints(tmp_path / "cut") == kept
 
 
 def test_a_step_that_kills_again_and_again_ends_the_job(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ class Small:
     base: LocalBase
 
 
-def random_model(folder: Path, kind: str) -> Path:
-    """A seeded two-layer model with grouped-query attention, saved in fp32."""
+def random_model(folder: Path, kind: str, **sizes: int) -> Path:
+    """A seeded two-layer model with grouped-query attention, saved in fp32. sizes: what the configuration has instead."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -54,7 +54,7 @@ def random_model(folder: Path, kind: str) -> Path:
         "head_dim": 8,
         "max_position_embeddings": 64,
         "initializer_range": 0.15,
-    }
+    } | sizes
     torch.manual_seed(0)
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True))

@@ -191,7 +191,7 @@ def test_slots_in_fp8(new_engine, environment, op_engine):
     stored = engine_with(new_engine, environment, "op", variables={"EPILORA_ADAPTERS": "fp8"})
     environment.delenv("EPILORA_ADAPTERS")
     layer = stored._engine.collective_rpc("_epilora_lora_layers")[0]["model.layers.0.mlp.down_proj"]
-    assert layer._epilora_fp8.codes_a[0].dtype == torch.float8_e4m3fn
+    assert layer._epilora_stored.a[0].dtype == torch.float8_e4m3fn
     who = [0, None, 1, 2]
     ours, plain = answers(stored, who, tag="fp8"), answers(op_engine, who, tag="16bit")
     assert torch.equal(ours[1][1], plain[1][1])  # a base row

@@ -12,7 +12,7 @@ AT_LEAST = {"requests_over_bare_serve": 0.8, "jain": 0.95, "rl_rate_over_solo": 
 AT_LEAST |= {"malformed_requests": 60}
 AT_MOST = {"added_p99_ms": 15.0, "resolve_ms": 5.0, "list_http_ms": 25.0, "worst_p99_over_solo": 2.0}
 AT_MOST |= {"rl_on_p99_over_off": 2.0}
-AT_LEAST |= {"soak_s": 3600}
+AT_LEAST |= {"soak_s": 3600, "hammer_s": 240}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_every_malformed_case_got_its_answer(document: dict) -> None:
     assert len({(row["case"], row["name"]) for row in rows}) == len(rows)
 
 
-@pytest.mark.parametrize("case", ["soak"])
+@pytest.mark.parametrize("case", ["soak", "hammer"])
 def test_nothing_was_mixed_or_lost(document: dict, case: str) -> None:
     (row,) = (row for row in document["rows"] if row["case"] == case)
     assert (row["mixed"], row["lost"], row["left_running"]) == (0, 0, 0)

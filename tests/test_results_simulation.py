@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import simulate_report
 from benchmarks.simulate import ASSUMED, RESULTS, load_s, start_s, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,8 +41,17 @@ def test_times_are_the_measured_ones_and_the_rest_is_named(document: dict) -> No
             assert row["setup"]["start_s"] == start_s()
 
 
+def test_size(document: dict) -> None:
+    scale = [row for row in document["rows"] if row["case"] == "scale"]
+    assert {(row["setup"]["engines"], row["adapters"]) for row in scale} == {(1000, 100_000)}
+
+
 def test_the_simulation_agrees_with_the_small_real_run(document: dict) -> None:
     """The store's memory is left out: loads are few, and the page's table shows how far it is off."""
     summary = document["summary"]
     for name in ("slot_hit_rate", "ttft_p50_ms", "ttft_p99_ms"):
         assert summary[f"simulated_over_real_{name}"] == pytest.approx(1.0, abs=0.15), name
+
+
+def test_the_pages_tables_are_those_of_the_results(document: dict) -> None:
+    assert simulate_report.DOCS.read_text() == simulate_report.text_with(simulate_report.tables(document))

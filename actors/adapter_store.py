@@ -151,6 +151,15 @@ class AdapterStoreActor:
         self._store.record_probe(digest, base_digest, result, actor=actor)
 
     @ray.method(max_task_retries=3)
+    def record_conversion(self, original: str, base_digest: str, adapter_dtype: str, copy: str, **found: Any) -> None:
+        self._store.record_conversion(original, base_digest, adapter_dtype, copy, **found)
+
+    def conversion(self, original: str, base_digest: str, adapter_dtype: str) -> dict[str, Any] | None:
+        return self._store.conversion(original, base_digest, adapter_dtype)
+
+    def stored_as(self, original: str, base_digest: str, adapter_dtype: str) -> AdapterVersion | None:
+        return self._store.stored_as(original, base_digest, adapter_dtype)
+
     def probe(self, digest: str, base_digest: str) -> dict[str, Any] | None:
         return self._store.probe(digest, base_digest)
 

@@ -57,7 +57,9 @@ FORMAT_ROWS = (
 ROUTER_ROWS = (
     ("requests/s over a Serve app that only forwards to the same stub engine, both behind Serve's HAProxy", "requests_over_bare_serve", "{:.2f}x"),
     ("requests/s", "requests_per_s", "{:.0f}"),
-    ("p99 added over that app at half its load", "added_p99_ms", "{:.1f} ms"),
+    ("added over that app at half its load: p99, median of paired rounds", "added_p99_ms", "{:+.1f} ms"),
+    ("the same over all rounds, stalls of either side included", "added_p99_all_rounds_ms", "{:+.1f} ms"),
+    ("added to the median", "added_p50_ms", "{:+.1f} ms"),
     ("10,000 versions: resolve a name inside the store, p99", "resolve_ms", "{:.2f} ms"),
     ("the same: a page of 100 models over HTTP, p99", "list_http_ms", "{:.1f} ms"),
     ("Jain's index of four tenants' tokens, one of them with ten times the clients", "jain", "{:.3f}"),

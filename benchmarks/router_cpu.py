@@ -37,7 +37,8 @@ ADMIN_KEY, KEY = "bench-admin", "bench-key"  # the tenant is called bench
 ROUNDS, ROUND_S, CLIENTS = 4, 6.0, 32
 HAMMER_S = 240.0
 FIGURES = (
-    "requests_over_bare_serve", "requests_per_s", "bare_requests_per_s", "added_p99_ms", "resolve_ms", "list_http_ms", "jain",
+    "requests_over_bare_serve", "requests_per_s", "bare_requests_per_s", "added_p99_ms", "added_p99_all_rounds_ms",
+    "added_p50_ms", "resolve_ms", "list_http_ms", "jain",
     "worst_p99_over_solo", "rl_on_p99_over_off", "rl_rate_over_solo", "malformed_adapters", "malformed_requests", "soak_s",
     "soak_growth_mib_per_h", "soak_is_flat", "hammer_s", "hammer_answers", "hammer_mixed_or_lost",
 )  # fmt: skip
@@ -222,8 +223,15 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         }
         summary["requests_over_bare_serve"] = rate["router"] / rate["bare"]
         summary["requests_per_s"], summary["bare_requests_per_s"] = rate["router"], rate["bare"]
-        p99 = {name: percentile(samples("half_load", provider=name), 99) for name in ("router", "bare")}
-        summary["added_p99_ms"] = p99["router"] - p99["bare"]
+        # Stalls of some 0.3 s hit either side now and then and decide a p99 over all rounds; alternating rounds are paired.
+        rounds = {(row["round"], row["provider"]): row["samples_ms"] for row in by["half_load"]}
+        added = [
+            percentile(rounds[n, "router"], 99) - percentile(rounds[n, "bare"], 99) for n in range(len(rounds) // 2)
+        ]
+        summary["added_p99_ms"] = percentile(added, 50)
+        for figure, q in (("added_p99_all_rounds_ms", 99), ("added_p50_ms", 50)):
+            router, bare = (percentile(samples("half_load", provider=name), q) for name in ("router", "bare"))
+            summary[figure] = router - bare
     if "resolve" in by:
         summary["resolve_ms"] = percentile(samples("resolve"), 99)
         summary["list_http_ms"] = percentile(samples("list_http"), 99)

@@ -75,8 +75,7 @@ def tables(document: dict[str, Any]) -> str:
     first = next(row for row in document["rows"] if row["case"] == "growth")
     lines += [
         "",
-        f"Fairness with three times the load that the places bear, ten of 100 tenants asking for half of it: Jain's index "
-        f"{summary['jain_turns']:.3f} with virtual token counters, {summary['jain_fifo']:.3f} first come, first served.",
+        _fairness(summary),
         "",
         f"Growth: one engine at first, {first['rate']:.0f} requests/s over {first['adapters']:,} adapters, at most 32 engines, "
         f"{first['setup']['start_s']:.0f} s a start: {summary['growth_engines_at_end']} engines after an hour, "
@@ -85,6 +84,15 @@ def tables(document: dict[str, Any]) -> str:
         + " ms.",
     ]
     return "\n".join(lines)
+
+
+def _fairness(summary: dict[str, Any]) -> str:
+    if "jain_turns" not in summary:
+        return "Fairness at this size: not measured yet (`python -m benchmarks.simulate fairness`)."
+    return (
+        "Fairness with three times the load that the places bear, ten of 100 tenants asking for half of it: Jain's index "
+        f"{summary['jain_turns']:.3f} with virtual token counters, {summary['jain_fifo']:.3f} first come, first served."
+    )
 
 
 def _fit(document: dict[str, Any]) -> int:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+ADAPTER_DTYPES = ("bf16", "fp8", "nvfp4")  # formats an adapter may be served in
+
+
+def check_adapter_dtype(adapter_dtype: str, where: str = "") -> None:
+    """Raise ValueError for a format that no adapter is served in; the message begins with `where`."""
+    if adapter_dtype not in ADAPTER_DTYPES:
+        raise ValueError(f"{where}adapter_dtype={adapter_dtype!r}; allowed: {', '.join(ADAPTER_DTYPES)}")
+
 
 @dataclass(frozen=True)
 class AdapterSpec:

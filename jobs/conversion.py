@@ -3,13 +3,13 @@
 The copy is published as a version of its own under `NAME.FORMAT`, with the digest it came from and the gate's figures in its
 metadata, loaded beside the original, and measured on the engine that will serve it: log-probabilities of the task's right
 answers, and greedy answers to the same held-out problems. A copy that fails is unloaded and the original stays the one to serve;
-the report says why.
+the report says why. The verdict is kept in the store: routers serve accepted copies to tenants with that `adapter_dtype`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from epilora.adapters.convert import ConvertedModule, convert, stored_tensors
@@ -18,6 +18,8 @@ from epilora.adapters.gate import Check, GateLimits, Verdict, drift_check, task_
 from epilora.errors import EpiloraError
 from epilora.quant.formats import Format
 from epilora.types import AdapterSpec, AdapterVersion, GenerateRequest, Sampling
+
+ADAPTER_DTYPES = {Format.FP8_E4M3: "fp8", Format.NVFP4: "nvfp4"}  # as tenants and the store name them
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ async def convert_version(
     limits: GateLimits | None = None,
     change: Callable[[dict[str, ConvertedModule]], dict[str, ConvertedModule]] | None = None,
 ) -> ConversionReport:
-    """Convert, publish, load, measure, decide. Needs two free slots in `engine`; both versions stay loaded if accepted, the
+    """Convert, publish, load, measure, decide, record. Needs two free slots in `engine`; both versions stay loaded if accepted, the
     original alone if not. change: applied to the converted modules before they are published (a test's planted fault).
     """
     tensors = await store.tensors(version.digest)
@@ -88,6 +90,10 @@ async def convert_version(
         task_check(answers[version.digest], answers[copy.digest], limits),
     )
     verdict = Verdict(checks)
+    await store.record_conversion(
+        version.digest, (await engine.info()).base_digest, ADAPTER_DTYPES[fmt], copy.digest, accepted=verdict.accepted,
+        report={"checks": [asdict(check) for check in checks], "reasons": list(verdict.reasons)},
+    )  # fmt: skip
     if not verdict.accepted:
         await engine.unload_adapter(copy.digest)
     return ConversionReport(

@@ -158,6 +158,8 @@ class Reader:
         (self.folder / ".gitignore").open("a").write("/.venv\n")  # what a folder of that name is already
         for name in ("pyproject.toml", "scripts/bootstrap.py"):
             os.utime(self.folder / name, (0, 0))  # the environment is newer
+        # Not in the checkout: a submitted job's copy is named after what is in it.
+        self._kept = Path(self.ray_dir) / "exported"
         self.http, self.admin, gcs, dashboard, client, agent = free_ports(6)
         self._dashboard = f"http://127.0.0.1:{dashboard}"
         serve = self.folder / "configs" / "serve.yaml"
@@ -189,18 +191,17 @@ class Reader:
 
     def _run(self, block: Block) -> None:
         text = self._here(block.text).replace("configs/rl_small.yaml", f"configs/rl_small.yaml {SHORT_RUN}")
-        script = f"set -euo pipefail\n{text}\nexport -p > {self.folder}/.exported\n"
-        kept = self.folder / ".exported"
-        before = f"source {kept}\n" if kept.exists() else ""
+        script = f"set -euo pipefail\n{text}\nexport -p > {self._kept}\n"
+        before = f"source {self._kept}\n" if self._kept.exists() else ""
         done = subprocess.run(
             ["bash", "-c", before + script], cwd=self.folder, env=self._variables, capture_output=True, text=True,
             timeout=900, check=False,
         )  # fmt: skip
-        logs = "".join(log.read_text()[-3000:] for log in self.folder.glob("server-*.log"))
+        logs = "".join(log.read_text()[-3000:] for log in self._kept.parent.glob("server-*.log"))
         assert done.returncode == 0, f"{block.where}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{logs}"
 
     def _serve(self, block: Block) -> None:
-        command, log = block.text.strip(), self.folder / f"server-{len(self.servers)}.log"
+        command, log = block.text.strip(), self._kept.parent / f"server-{len(self.servers)}.log"
         head = command.startswith("ray start --head")
         server = subprocess.Popen(
             ["bash", "-c", f"exec {command}{self._head if head else ''}"], cwd=self.folder, env=self._variables,

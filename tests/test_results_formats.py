@@ -48,3 +48,24 @@ def test_a_copy_that_fails_is_not_served() -> None:
     row = {"case": "quality/x", "provider": "nvfp4/aware", "served": "copy", "checks": [{"passed": False}]}
     assert summarise([row])["quality_failed_served"] == 1
     assert summarise([row | {"served": "original"}])["quality_failed_served"] == 0
+
+
+def test_ratios_are_of_one_run_and_of_the_fastest() -> None:
+    def row(case: str, provider: str, us: list[float], adapters: int, run: str, M: int = 1) -> dict:
+        return {"case": case, "provider": provider, "M": M, "samples_us": us, "adapters": adapters, "run_id": run}
+
+    rows = [
+        row("layer/nvfp4", "epilora_w4a16", [30.0, 10.0, 20.0], 0, "a"),
+        row("layer/nvfp4", "vllm_marlin", [40.0], 0, "a"),
+        row("layer/nvfp4", "vllm_marlin", [1.0], 1, "a"),
+        row("layer/nvfp4", "vllm_marlin", [1.0], 0, "a", M=8),
+        row("layer/nvfp4", "epilora_w4a16", [5.0], 0, "b"),  # nothing to compare with in its run
+        row("layer/fp8_block", "epilora_k1_k2", [70.0], 1, "a"),
+        row("layer/fp8_block", "epilora_hybrid_vllm_cutlass", [60.0], 1, "a"),
+        row("layer/fp8_block", "vllm_cutlass", [100.0], 1, "a"),
+        row("layer/fp8_block", "vllm_triton", [], 1, "a"),
+    ]
+    summary = summarise(rows)
+    assert summary["w4a16_m1_over_marlin_nvfp4"] == 0.5
+    assert summary["fp8_block_m1_over_vllm"] == 0.6
+    assert summarise(rows[1:4])["w4a16_m1_over_marlin_nvfp4"] is None

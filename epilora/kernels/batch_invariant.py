@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from ..quant.operand import Operand
-from .arguments import shared_limit
+from .arguments import shared_limit, weight_kind
 from .dispatch import Implementation
 from .lora_decode import MAX_TOKENS, DecodeWorkspace, lora_decode
 from .lora_expand import TokenGroups, lora_shrink_grouped, shrink_config_for
@@ -81,7 +81,7 @@ def w8a16_linear(
     bias, out: as in `w8a16_gemm`. Returns out [M, N]. Raises ValueError if adapters come without groups or indices, else as those two.
     """
     K = x.shape[1]
-    N = weight.values.shape[0]
+    N, kind = weight.shape[0], weight_kind(weight)
     term = None
     if len(lora_a):
         if groups is None or token_lora_indices is None:
@@ -94,5 +94,5 @@ def w8a16_linear(
         h = lora_shrink_grouped(x, lora_a, groups, config=shrink, implementation=implementation)
         term = LoraTerm(h, lora_b, token_lora_indices, groups)
     # K in one part: a split needs a counter a tile, and a large batch has more tiles than there are counters.
-    tiles = dataclasses.replace(w8a16_config_for(MAX_TOKENS, N, K, shared_limit(x.device)), split_k=1)
+    tiles = dataclasses.replace(w8a16_config_for(MAX_TOKENS, N, K, shared_limit(x.device), kind), split_k=1)
     return w8a16_gemm(x, weight, bias=bias, lora=term, out=out, config=tiles, implementation=implementation)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..quant.block_fp8 import BLOCK as GROUP
 from ..quant.formats import ScaleAxis
 from ..quant.operand import Operand
 from .cuda import driver
@@ -38,7 +39,7 @@ _tokens = itertools.count()  # names each launch pair, so that flags an interrup
 
 
 class DecodeWorkspace:
-    """Scratch of the decode path, shared by all projections of one stream: codes, token scales, partial h, flags.
+    """Scratch of the decode path, shared by all projections of one stream: codes, token or group scales, partial h, flags.
 
     One projection's prologue writes it only after the previous projection's GEMM is complete.
     max_k: largest K; max_h: largest splits * S * M * R (fp32 values).
@@ -46,7 +47,7 @@ class DecodeWorkspace:
 
     def __init__(self, device: torch.device | str, *, max_k: int, max_h: int) -> None:
         self.codes = torch.zeros(MAX_TOKENS * max_k, dtype=torch.uint8, device=device)
-        self.scale = torch.zeros(MAX_TOKENS, dtype=torch.float32, device=device)
+        self.scale = torch.zeros(MAX_TOKENS * max(1, -(-max_k // GROUP)), dtype=torch.float32, device=device)
         self.h = torch.zeros(max(1, max_h), dtype=torch.float32, device=device)
         self.ready = torch.zeros(MAX_TOKENS + 1, dtype=torch.int32, device=device)
         # Of the single launch: calls' numbers, and h as its blocks hand it to each other, every value beside its call's number.

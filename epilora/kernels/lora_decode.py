@@ -28,14 +28,17 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import UnsupportedKernel
+from ..quant.block_fp8 import BLOCK as GROUP
+from ..quant.block_fp8 import quantize_groups_ref
+from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
 from . import fused_lora_gemm as k2
 from . import lora_shrink as k1
-from .arguments import check_weight, shared_limit
+from .arguments import check_weight, shared_limit, weight_kind
 from .decode_config import MAX_TOKENS, DecodeConfig, config_for, invariant_config, is_legal
 from .decode_launch import DecodeWorkspace, compile_kernels, device_facts, launch, supports_cuda
 from .dispatch import Implementation, choose, interpreter_is_on
-from .quantize import ACTIVATION_DTYPES, quantize_ref
+from .quantize import ACTIVATION_DTYPES, quantize, quantize_groups, quantize_ref
 from .tiles import check, check_tensor
 
 __all__ = [
@@ -64,7 +67,7 @@ def lora_decode_ref(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y [M, N] in fp32: quantise, GEMM, shrink and expand one after another, h not rounded."""
-    codes, scale = quantize_ref(x)
+    codes, scale = quantize_groups_ref(x) if weight.axis is ScaleAxis.BLOCK else quantize_ref(x)
     h = None
     if len(lora_a):
         assert token_lora_indices is not None, "adapters need token_lora_indices"
@@ -94,8 +97,9 @@ def lora_decode(
 ) -> torch.Tensor:
     """One projection of a decode batch, with or without adapters.
 
-    x: [M, K] bf16 or fp16, 1 <= M <= 32 (0 returns at once). weight: FP8 operand [N, K] contiguous, scale per tensor or channel.
-    lora_a, lora_b: one operand per slice, [L, R, K] and [L, N_s, R] in x's dtype or FP8 with row scales; empty: no adapters.
+    x: [M, K] bf16 or fp16, 1 <= M <= 32 (0 returns at once). weight: FP8 operand [N, K] contiguous, scale per tensor, channel
+    or 128 x 128 block.
+    lora_a, lora_b: one operand per slice, [L, R, K] and [L, N_s, R] in x's dtype, FP8 with row scales or NVFP4; empty: no adapters.
     token_lora_indices: [>= M] int32; entries outside 0 .. L-1 (stale, padded) mean none. active_lora_ids: see `lora_shrink`.
     bias: [N] in x's dtype. out: [M, N] in x's dtype. workspace: shared scratch, see `DecodeWorkspace`.
     config, distinct_adapters: launch configuration, or the number of adapters to choose one for; see `config_for`.
@@ -111,6 +115,10 @@ def lora_decode(
         check_tensor(name, "x", x, dim=2, dtypes=ACTIVATION_DTYPES)
     M, K = x.shape
     check(M <= MAX_TOKENS, name, f"x has {M} tokens; allowed: 0 to {MAX_TOKENS} (use the hybrid path above)")
+    if weight.format is Format.NVFP4:
+        raise UnsupportedKernel(
+            f"{name}: weight is nvfp4; use w8a16_gemm (16-bit activations), or quantize_nvfp4 and fused_lora_gemm"
+        )
     N = weight.values.shape[0]
     y = torch.empty((M, N), dtype=x.dtype, device=x.device) if out is None else out
     check(
@@ -165,8 +173,10 @@ def lora_decode(
         return y.copy_(
             lora_decode_ref(x, weight, lora_a, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias)
         )
+    grouped = weight.axis is ScaleAxis.BLOCK
+    G = -(-K // GROUP) if grouped else 1
     codes = workspace.codes[: M * K].view(M, K).view(torch.float8_e4m3fn)
-    scale = workspace.scale[:M]
+    scale = workspace.scale[: M * G].view(M, G)
     pdl = use_pdl and picked is Implementation.TRITON and x.is_cuda and device_facts(x.device.index or 0)[0] >= 90
     h = None
     if has_lora:
@@ -181,14 +191,14 @@ def lora_decode(
         )
         h = workspace.h[:needed].view(shape)
         k1.lora_shrink(
-            x, lora_a, token_lora_indices, active_lora_ids=active_lora_ids, out=h, quantize_to=(codes, scale), config=shrink,
-            use_pdl=pdl and overlap_previous, implementation=picked,
+            x, lora_a, token_lora_indices, active_lora_ids=active_lora_ids, out=h, quantize_to=(codes, scale),
+            quantize_by_groups=grouped, config=shrink, use_pdl=pdl and overlap_previous, implementation=picked,
         )  # fmt: skip
     else:
-        from .quantize import quantize
-
-        quantize(x, codes_out=codes, scale_out=scale.view(M, 1), implementation=picked)
-    tiles = k2.config_for(MAX_TOKENS, slices, K, shared_limit(x.device)) if batch_invariant else None
+        (quantize_groups if grouped else quantize)(x, codes_out=codes, scale_out=scale, implementation=picked)
+    tiles = None
+    if batch_invariant:
+        tiles = k2.config_for(MAX_TOKENS, slices, K, shared_limit(x.device), kind=weight_kind(weight))
     return k2.fused_lora_gemm(
         codes, scale, weight, h, lora_b, token_lora_indices, active_lora_ids=active_lora_ids, bias=bias, out=y,
         config=tiles, use_pdl=pdl and has_lora, implementation=picked,
@@ -210,6 +220,10 @@ def _unsupported_shape(config, x, y, weight, lora_a, lora_b, slices, rank) -> st
         return (
             f"M={M}, K={K}, slices={slices}, rank={rank} with {config} is not legal (K and slices in 16s, rank in 8s)"
         )
+    if weight.axis is ScaleAxis.BLOCK:
+        return "the base has a scale a block, which the CUDA kernels do not read"
+    if any(o.format is Format.NVFP4 for o in (*lora_a, *lora_b)):
+        return "adapters are stored in nvfp4, which the CUDA kernels do not read"
     if len({o.scales is None for o in (*lora_a, *lora_b)}) > 1:
         return "lora_a and lora_b are stored in different formats"
     aligned = [x, y, weight.values, *(o.values for o in (*lora_a, *lora_b))]

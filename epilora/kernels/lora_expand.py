@@ -14,8 +14,8 @@ kernel arguments rather than tables in memory, so their alignment is known to th
 quantisation of y.
 
 Rounding: h is kept in fp32 partials (or, without split-K, rounded at once); it is rounded once to x's dtype before the
-MMA. delta stays fp32 and is added to y in fp32; the sum is rounded once to y's dtype. FP8 adapters are widened exactly
-and their row scales multiply the fp32 result. Rows without an adapter (and rows beyond the counted ones) are neither
+MMA. delta stays fp32 and is added to y in fp32; the sum is rounded once to y's dtype. FP8 and NVFP4 adapters are widened
+exactly; FP8's row scales and NVFP4's global scale multiply the fp32 result. Rows without an adapter (and rows beyond the counted ones) are neither
 read nor written. Every sum runs in a fixed order that depends on (M, K, R) only, never on the other rows' adapters: the
 same row has the same bits.
 
@@ -33,11 +33,22 @@ import torch
 import triton
 import triton.language as tl
 
+from ..quant.formats import Format
 from ..quant.operand import Operand
-from .arguments import HOPPER_SHARED_BYTES, MAX_RANK, check_groups, check_stacks, check_tokens, scales_of, shared_limit
+from ..quant.reference import dequantize
+from .arguments import (
+    HOPPER_SHARED_BYTES,
+    MAX_RANK,
+    check_groups,
+    check_stacks,
+    check_tokens,
+    shared_limit,
+    stack_pointers,
+)
 from .dispatch import Implementation, choose
+from .nvfp4_tile import load_nvfp4_rows, nvfp4_unit, widen_nvfp4
 from .quantize import quantize_ref, quantize_row
-from .tiles import INTERPRETED, MAX_SLICES, pad4
+from .tiles import INTERPRETED, MAX_SLICES, pick4
 
 
 @dataclass(frozen=True)
@@ -88,10 +99,7 @@ def group_tokens(token_lora_indices: torch.Tensor, num_slots: int) -> TokenGroup
 
 def _real(operand: Operand) -> torch.Tensor:
     """[L, ., .] fp32 values of a stacked adapter operand."""
-    values = operand.values.float()
-    if operand.scales is None:
-        return values
-    return values * operand.scales.float().reshape(*values.shape[:-1], 1)
+    return dequantize(operand)
 
 
 def _rows_by_slot(groups: TokenGroups, num_tokens: int, num_slots: int) -> list[tuple[int, torch.Tensor]]:
@@ -169,6 +177,10 @@ def _lora_shrink_grouped_kernel(
     as1_ptr,
     as2_ptr,
     as3_ptr,
+    ag0_ptr,
+    ag1_ptr,
+    ag2_ptr,
+    ag3_ptr,
     h_ptr,
     sorted_ptr,
     active_ptr,
@@ -186,7 +198,8 @@ def _lora_shrink_grouped_kernel(
     stride_al,
     stride_ar,
     NUM_SLICES: tl.constexpr,
-    A_SCALED: tl.constexpr,
+    A_SCALED: tl.constexpr,  # FP8 with row scales
+    A_NVFP4: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -232,20 +245,34 @@ def _lora_shrink_grouped_kernel(
     if NUM_SLICES > 3:
         a_ptr = tl.where(slice_id == 3, a3_ptr, a_ptr)
         as_ptr = tl.where(slice_id == 3, as3_ptr, as_ptr)
+    if A_NVFP4:
+        ag_ptr = pick4(slice_id, ag0_ptr, ag1_ptr, ag2_ptr, ag3_ptr)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     k_from = pid_k * steps * BLOCK_K
     x_tile = x_ptr + row[:, None] * stride_xm + (k_from + offs_k)[None, :]  # [BLOCK_M, BLOCK_K]
     a_tile = (
         a_ptr + slot.to(tl.int64) * stride_al + offs_r[None, :] * stride_ar + (k_from + offs_k)[:, None]
     )  # [BLOCK_K, BLOCK_R]
+    if A_NVFP4:
+        a_row = slot.to(tl.int64) * stride_al + offs_r[:, None] * stride_ar
+        scale_row = (slot.to(tl.int64) * R + offs_r[:, None]) * (K // 16)
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for step in range(0, steps):
+        mask_k = k_from + step * BLOCK_K + offs_k < K
         if EVEN:
             x = tl.load(x_tile)
+        else:
+            x = tl.load(x_tile, mask=mask_k[None, :], other=0.0)
+        if A_NVFP4:
+            half = (k_from + step * BLOCK_K) // 2 + tl.arange(0, BLOCK_K // 2)
+            block = (k_from + step * BLOCK_K) // 16 + tl.arange(0, BLOCK_K // 16)
+            mask_r = (offs_r < R)[:, None]
+            packed = tl.load(a_ptr + a_row + half[None, :], mask=mask_r & (half * 2 < K)[None, :], other=0)
+            scale = tl.load(as_ptr + scale_row + block[None, :], mask=mask_r & (block * 16 < K)[None, :], other=0.0)
+            a = tl.trans(widen_nvfp4(packed, scale, BLOCK_R, BLOCK_K, x.dtype))
+        elif EVEN:
             a = tl.load(a_tile)
         else:
-            mask_k = k_from + step * BLOCK_K + offs_k < K
-            x = tl.load(x_tile, mask=mask_k[None, :], other=0.0)
             a = tl.load(a_tile, mask=mask_k[:, None] & (offs_r < R)[None, :], other=0.0)
         acc = tl.dot(x, a.to(x.dtype), acc, input_precision="ieee")
         x_tile += BLOCK_K
@@ -253,6 +280,8 @@ def _lora_shrink_grouped_kernel(
     if A_SCALED:
         scale = tl.load(as_ptr + slot.to(tl.int64) * R + offs_r, mask=offs_r < R, other=0.0)
         acc = acc * scale[None, :]
+    if A_NVFP4:
+        acc = acc * (tl.load(ag_ptr + slot) * nvfp4_unit(x_ptr.dtype.element_ty))
     h_row = (pid_k.to(tl.int64) * M + row) * NUM_SLICES + slice_id  # h is [SPLIT_K, M, S, R]
     h_tile = h_ptr + h_row[:, None] * R + offs_r[None, :]
     tl.store(h_tile, acc.to(h_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_r < R)[None, :])
@@ -270,6 +299,10 @@ def _lora_expand_add_kernel(
     bs1_ptr,
     bs2_ptr,
     bs3_ptr,
+    bg0_ptr,
+    bg1_ptr,
+    bg2_ptr,
+    bg3_ptr,
     sorted_ptr,
     active_ptr,
     counts_ptr,
@@ -284,7 +317,8 @@ def _lora_expand_add_kernel(
     num_slots,
     stride_ym,
     NUM_SLICES: tl.constexpr,
-    B_SCALED: tl.constexpr,
+    B_SCALED: tl.constexpr,  # FP8 with row scales
+    B_NVFP4: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -364,22 +398,30 @@ def _lora_expand_add_kernel(
             h += tl.load(h_tile + part * stride_part, mask=mask_r, other=0.0)
     h = h.to(y_ptr.dtype.element_ty)
     b_slot = b_ptr + slot.to(tl.int64) * width * R
+    if B_NVFP4:
+        whole = tl.load(pick4(slice_id, bg0_ptr, bg1_ptr, bg2_ptr, bg3_ptr) + slot) * nvfp4_unit(h.dtype)
     n_from = (pid_n - tiles_before) * SPAN
     for tile in tl.static_range(TILES_N):
         n = n_from + tile * BLOCK_N + offs_n  # column inside the slice
         y_tile = y_ptr + row[:, None] * stride_ym + (column + n)[None, :]
         if EVEN:
-            b = tl.load(b_slot + n[:, None].to(tl.int64) * R + offs_r[None, :])  # [BLOCK_N, BLOCK_R]
             mask_y = mask_m[:, None]
+        else:
+            mask_y = mask_m[:, None] & (n < width)[None, :]
+        if B_NVFP4:
+            b = load_nvfp4_rows(b_ptr, bs_ptr, slot.to(tl.int64) * width + n, n < width, R, BLOCK_N, BLOCK_R, h.dtype)
+        elif EVEN:
+            b = tl.load(b_slot + n[:, None].to(tl.int64) * R + offs_r[None, :])  # [BLOCK_N, BLOCK_R]
         else:
             b = tl.load(
                 b_slot + n[:, None].to(tl.int64) * R + offs_r[None, :], mask=(n < width)[:, None] & mask_r, other=0.0
             )
-            mask_y = mask_m[:, None] & (n < width)[None, :]
         delta = tl.dot(h, tl.trans(b.to(h.dtype)), input_precision="ieee")
         if B_SCALED:
             scale = tl.load(bs_ptr + slot.to(tl.int64) * width + n, mask=n < width, other=0.0)
             delta = delta * scale[None, :]
+        if B_NVFP4:
+            delta = delta * whole
         if USE_PDL and tile == 0:
             # y is the vendor GEMM's, the launch before this one. Groups, B and h are older than that GEMM's start.
             tl.extra.cuda.gdc_wait()
@@ -498,7 +540,7 @@ def lora_shrink_grouped(
 ) -> torch.Tensor:
     """Down-projections of every token by its own adapter: h = x A^T.
 
-    x: [M, K] bf16 or fp16, rows contiguous. lora_a: S operands [L, R, K] (x's dtype, or FP8 with scales [L, R]).
+    x: [M, K] bf16 or fp16, rows contiguous. lora_a: S operands [L, R, K] (x's dtype, FP8 with scales [L, R], or NVFP4).
     groups: this step's tokens by slot. out: [split_k, M, S, R] buffer to write (fp32; x's dtype when split_k is 1).
     quantize_to: (codes [M, K] float8_e4m3fn, scale [M] or [M, 1] fp32) to fill in the same launch, as `quantize` would.
     Returns h [split_k, M, S, R]: partial sums over K, for `lora_expand_add` to add in order. Rows without an adapter
@@ -512,9 +554,9 @@ def lora_shrink_grouped(
     M, K = x.shape
     L, R, _ = lora_a[0].values.shape
     for s, a in enumerate(lora_a):
-        if tuple(a.values.shape) != (L, R, K):
+        if (*a.values.shape[:2], a.columns) != (L, R, K):
             raise ValueError(
-                f"{name}: lora_a[{s}] has shape {tuple(a.values.shape)}; allowed: {(L, R, K)} for x {tuple(x.shape)}"
+                f"{name}: lora_a[{s}] has shape {(*a.values.shape[:2], a.columns)}; allowed: {(L, R, K)} for x {tuple(x.shape)}"
             )
     if not 1 <= R <= MAX_RANK:
         raise ValueError(f"{name}: rank={R} not supported; allowed: 1 to {MAX_RANK}")
@@ -582,17 +624,15 @@ def shrink_launch(
     M, K = x.shape
     L, R, _ = lora_a[0].values.shape
     S = len(lora_a)
-    scaled = lora_a[0].scales is not None
-    values = pad4([a.values for a in lora_a])
-    scales = pad4([scales_of(a) for a in lora_a]) if scaled else [groups.counts] * MAX_SLICES
     num_quant = M if quantize_to is not None else 0
     arguments = [
-        x, *values, *scales, out, groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,
-        *(quantize_to or (x, groups.counts)), M, K, R, L + 1, L, num_quant, x.stride(0), R * K, K,
+        x, *stack_pointers(lora_a), out, groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,
+        *(quantize_to or (x, groups.counts)), M, K, R, L + 1, L, num_quant, x.stride(0), *lora_a[0].values.stride()[:2],
     ]  # fmt: skip
     constants = {
         "NUM_SLICES": S,
-        "A_SCALED": scaled,
+        "A_SCALED": lora_a[0].format is Format.FP8_E4M3,
+        "A_NVFP4": lora_a[0].format is Format.NVFP4,
         "BLOCK_M": config.block_m,
         "BLOCK_R": config.block_r,
         "BLOCK_K": config.block_k,
@@ -626,7 +666,7 @@ def lora_expand_add(
 
     y: [M, N] bf16 or fp16, rows contiguous, N = sum of N_s; overwritten. h: [split_k, M, S, R] from
     `lora_shrink_grouped`.
-    lora_b: S operands [L, N_s, R] (y's dtype, or FP8 with scales [L, N_s]), alpha / rank folded in. Returns y.
+    lora_b: S operands [L, N_s, R] (y's dtype, FP8 with scales [L, N_s], or NVFP4), alpha / rank folded in. Returns y.
     use_pdl: launch as the programmatic dependent of the launch before it on the stream, which must be the GEMM that
     writes y and must itself have started only after the shrink ended (any ordinary launch does). Needs compute
     capability 9.0 or more. Rows without an adapter are not touched. M = 0 launches nothing. Raises as
@@ -637,10 +677,10 @@ def lora_expand_add(
     check_tokens(name, "y", y, picked)
     check_stacks(name, "lora_b", lora_b, y)
     M, N = y.shape
-    L, _, R = lora_b[0].values.shape
+    L, R = lora_b[0].values.shape[0], lora_b[0].columns
     S = len(lora_b)
     widths = [b.values.shape[1] for b in lora_b]
-    if any(b.values.shape[2] != R for b in lora_b) or sum(widths) != N:
+    if any(b.columns != R for b in lora_b) or sum(widths) != N:
         raise ValueError(
             f"{name}: lora_b shapes {[tuple(b.values.shape) for b in lora_b]} do not fit y {tuple(y.shape)}; "
             f"allowed: equal ranks, widths that sum to {N}"
@@ -686,20 +726,18 @@ def expand_launch(
     """(grid, arguments in order, compile-time constants) of the expand-add's launch, nothing checked; arguments as
     `lora_expand_add`."""
     M = y.shape[0]
-    L, _, R = lora_b[0].values.shape
+    L, R = lora_b[0].values.shape[0], lora_b[0].columns
     S = len(lora_b)
     widths = [b.values.shape[1] for b in lora_b]
-    scaled = lora_b[0].scales is not None
-    values = pad4([b.values for b in lora_b])
-    scales = pad4([scales_of(b) for b in lora_b]) if scaled else [groups.counts] * MAX_SLICES
     block_r = max(16, triton.next_power_of_2(R))
     arguments = [
-        y, h, *values, *scales, groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,
+        y, h, *stack_pointers(lora_b), groups.sorted_tokens, groups.active_slots, groups.counts, groups.starts,
         M, *(widths + [0] * (MAX_SLICES - S)), R, L + 1, L, y.stride(0),
     ]  # fmt: skip
     constants = {
         "NUM_SLICES": S,
-        "B_SCALED": scaled,
+        "B_SCALED": lora_b[0].format is Format.FP8_E4M3,
+        "B_NVFP4": lora_b[0].format is Format.NVFP4,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_R": block_r,

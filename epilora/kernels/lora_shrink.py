@@ -21,12 +21,16 @@ import torch
 import triton
 import triton.language as tl
 
+from ..quant.block_fp8 import BLOCK as GROUP
+from ..quant.block_fp8 import OP_SMALLEST_SCALE, quantize_groups_ref
+from ..quant.formats import Format
 from ..quant.operand import Operand
 from ..quant.reference import dequantize
-from .arguments import MAX_RANK
+from .arguments import MAX_RANK, check_nvfp4_stack, stack_pointers
 from .dispatch import Implementation, choose
-from .quantize import ACTIVATION_DTYPES, quantize_row
-from .tiles import INTERPRETED, any_active, check, check_tensor, pad4, pick4
+from .nvfp4_tile import nvfp4_unit, widen_nvfp4
+from .quantize import ACTIVATION_DTYPES, groups_at_once, quantize_ref, quantize_row, quantize_row_groups
+from .tiles import INTERPRETED, any_active, check, check_tensor, pick4
 
 
 def valid_slots_ref(
@@ -88,12 +92,12 @@ def config_for(M: int, K: int, R: int, L: int) -> ShrinkConfig:
 @triton.jit
 def _lora_shrink_kernel(
     x_ptr, stride_xm, xq_ptr, x_scale_ptr,
-    a0_ptr, a1_ptr, a2_ptr, a3_ptr, s0_ptr, s1_ptr, s2_ptr, s3_ptr, stride_al, stride_ar,
+    a0_ptr, a1_ptr, a2_ptr, a3_ptr, s0_ptr, s1_ptr, s2_ptr, s3_ptr, g0_ptr, g1_ptr, g2_ptr, g3_ptr, stride_al, stride_ar,
     slot_ptr, active_ptr, num_active, h_ptr,
-    M, K, R, num_slots, num_quant, m_tiles,
+    M, K, R, num_slots, num_quant, m_tiles, smallest_scale,
     NUM_SLICES: tl.constexpr, SPLITS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, A_IS_FP8: tl.constexpr, HAS_ACTIVE: tl.constexpr, ACTIVE_BLOCK: tl.constexpr, QUANT_BLOCK: tl.constexpr,
-    ROUND_FIRST: tl.constexpr, USE_PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, A_IS_FP8: tl.constexpr, A_IS_NVFP4: tl.constexpr, HAS_ACTIVE: tl.constexpr, ACTIVE_BLOCK: tl.constexpr, QUANT_BLOCK: tl.constexpr,
+    QUANT_GROUP: tl.constexpr, ROUND_FIRST: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -101,7 +105,13 @@ def _lora_shrink_kernel(
     pid = tl.program_id(0)
     if pid < num_quant:
         row = pid.to(tl.int64)
-        quantize_row(x_ptr + row * stride_xm, xq_ptr + row * K, x_scale_ptr + row, K, QUANT_BLOCK, ROUND_FIRST)
+        if QUANT_GROUP > 0:
+            x_scale_row = x_scale_ptr + row * tl.cdiv(K, QUANT_GROUP)
+            quantize_row_groups(
+                x_ptr + row * stride_xm, xq_ptr + row * K, x_scale_row, K, smallest_scale, QUANT_BLOCK, QUANT_GROUP, ROUND_FIRST
+            )  # fmt: skip
+        else:
+            quantize_row(x_ptr + row * stride_xm, xq_ptr + row * K, x_scale_ptr + row, K, QUANT_BLOCK, ROUND_FIRST)
     else:
         pid -= num_quant
         split = pid % SPLITS
@@ -135,13 +145,30 @@ def _lora_shrink_kernel(
                         x_ptr + offs_m[:, None].to(tl.int64) * stride_xm + kk[None, :],
                         mask=mine[:, None] & (kk[None, :] < k_to), other=0.0,
                     )  # fmt: skip  # [BLOCK_M, BLOCK_K]
-                    a = tl.load(
-                        a_rows + kk[:, None], mask=(offs_r[None, :] < R) & (kk[:, None] < k_to), other=0.0
-                    )  # [BLOCK_K, BLOCK_R]
+                    if A_IS_NVFP4:
+                        half = k // 2 + tl.arange(0, BLOCK_K // 2)
+                        blocks = k // 16 + tl.arange(0, BLOCK_K // 16)
+                        packed = tl.load(
+                            a_ptr + slot.to(tl.int64) * stride_al + offs_r[:, None] * stride_ar + half[None, :],
+                            mask=(offs_r[:, None] < R) & (half[None, :] * 2 < k_to), other=0,
+                        )  # fmt: skip  # [BLOCK_R, BLOCK_K / 2]
+                        scale = tl.load(
+                            pick4(sl, s0_ptr, s1_ptr, s2_ptr, s3_ptr)
+                            + (slot.to(tl.int64) * R + offs_r[:, None]) * (K // 16) + blocks[None, :],
+                            mask=(offs_r[:, None] < R) & (blocks[None, :] * 16 < k_to), other=0.0,
+                        )  # fmt: skip  # [BLOCK_R, BLOCK_K / 16]
+                        a = tl.trans(widen_nvfp4(packed, scale, BLOCK_R, BLOCK_K, x.dtype))
+                    else:
+                        a = tl.load(
+                            a_rows + kk[:, None], mask=(offs_r[None, :] < R) & (kk[:, None] < k_to), other=0.0
+                        )  # [BLOCK_K, BLOCK_R]
                     acc = tl.dot(x, a.to(x.dtype), acc)
                 if A_IS_FP8:
                     s_ptr = pick4(sl, s0_ptr, s1_ptr, s2_ptr, s3_ptr)
                     acc *= tl.load(s_ptr + slot * R + offs_r, mask=offs_r < R, other=0.0)[None, :]
+                if A_IS_NVFP4:
+                    whole = tl.load(pick4(sl, g0_ptr, g1_ptr, g2_ptr, g3_ptr) + slot)
+                    acc *= whole * nvfp4_unit(x_ptr.dtype.element_ty)
                 h_rows = h_ptr + ((split * NUM_SLICES + sl) * M + offs_m[:, None]).to(tl.int64) * R
                 tl.store(h_rows + offs_r[None, :], acc, mask=mine[:, None] & (offs_r[None, :] < R))
             ordinal += leads.to(tl.int32)
@@ -150,12 +177,13 @@ def _lora_shrink_kernel(
 def check_adapters(
     function: str, name: str, operands: Sequence[Operand], x: torch.Tensor, last: int | None
 ) -> tuple[int, int]:
-    """Check one adapter stack per slice ([L, rows, last] values, all of one dtype). Returns (L, rows of the first)."""
+    """Check one adapter stack per slice ([L, rows, last] real values, all of one format). Returns (L, rows of the first)."""
     check(1 <= len(operands) <= 4, function, f"{name} has {len(operands)} slices; allowed: 1 to 4")
     first = operands[0].values
     for i, operand in enumerate(operands):
         v = operand.values
-        check_tensor(function, f"{name}[{i}]", v, dim=3, dtypes=(x.dtype, torch.float8_e4m3fn), device=x.device)
+        stored = (x.dtype, torch.float8_e4m3fn, torch.uint8)
+        check_tensor(function, f"{name}[{i}]", v, dim=3, dtypes=stored, device=x.device)
         check(
             v.dtype == first.dtype,
             function,
@@ -167,16 +195,14 @@ def check_adapters(
             f"{name}[{i}] has {v.shape[0]} slots, {name}[0] has {first.shape[0]}",
         )
         if last is not None:
-            check(v.shape[2] == last, function, f"{name}[{i}] has shape {tuple(v.shape)}; its last axis must be {last}")
+            shape = (*v.shape[:2], operand.columns)
+            check(shape[2] == last, function, f"{name}[{i}] has shape {shape}; its last axis must be {last}")
+        if operand.format is Format.NVFP4:
+            check_nvfp4_stack(function, f"{name}[{i}]", operand)
         if v.dtype == torch.float8_e4m3fn:
             good = operand.scales is not None and operand.scales.shape == v.shape[:2] and operand.scales.is_contiguous()
             check(good, function, f"{name}[{i}] is fp8: needs contiguous scales of shape {tuple(v.shape[:2])}")
     return first.shape[0], first.shape[1]
-
-
-def scales_or_values(operands: Sequence[Operand]) -> list[torch.Tensor]:
-    """Scale tensors of FP8 adapters; the values again (never read) for 16-bit ones, because kernels take a pointer."""
-    return [o.values if o.scales is None else o.scales for o in operands]
 
 
 def lora_shrink(
@@ -187,16 +213,18 @@ def lora_shrink(
     active_lora_ids: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     quantize_to: tuple[torch.Tensor, torch.Tensor] | None = None,
+    quantize_by_groups: bool = False,
     config: ShrinkConfig | None = None,
     use_pdl: bool = False,
     implementation: Implementation | str | None = None,
 ) -> torch.Tensor:
     """Partial down-projections of a decode batch.
 
-    x: [M, K] bf16 or fp16. lora_a: one operand per slice, values [L, R, K] in x's dtype or FP8 with scales [L, R].
+    x: [M, K] bf16 or fp16. lora_a: one operand per slice, [L, R, K] in x's dtype, FP8 with scales [L, R], or NVFP4.
     token_lora_indices: [>= M] int32; entries outside 0 .. L-1 mean no adapter. active_lora_ids: int32 list as vLLM keeps it; with no
     entry >= 0 nobody has an adapter. out: [splits, S, M, R] fp32 contiguous (rows without an adapter stay as they are).
-    quantize_to: (codes [M, K] float8_e4m3fn, scale [M] or [M, 1] fp32) to fill in the same launch.
+    quantize_to: (codes [M, K] float8_e4m3fn, scale [M] or [M, 1] fp32) to fill in the same launch; quantize_by_groups: scale is
+    [M, ceil(K / 128)], as `quantize_groups` would fill it.
     use_pdl: launch with programmatic serialisation; the kernel waits before it reads anything.
     Returns out. Allocates only when `out` is None; never synchronises. M = 0 launches nothing.
     Raises TypeError or ValueError naming the argument that does not fit.
@@ -232,6 +260,13 @@ def lora_shrink(
         name,
         f"out is {h.dtype} {tuple(h.shape)}; needed: contiguous float32 {shape}",
     )
+    if quantize_to is not None:
+        scales = M * (triton.cdiv(K, GROUP) if quantize_by_groups else 1)
+        check(
+            quantize_to[1].numel() == scales and quantize_to[1].is_contiguous(),
+            name,
+            f"quantize_to[1] is {tuple(quantize_to[1].shape)}; needed: contiguous, {scales} values for x {tuple(x.shape)}",
+        )
     picked = choose(name, x.device, implementation)
     if M == 0:
         return h
@@ -241,9 +276,7 @@ def lora_shrink(
         h[:, :, has] = 0.0
         h[0][:, has] = full[:, has]
         if quantize_to is not None:
-            from .quantize import quantize_ref
-
-            codes, scale = quantize_ref(x)
+            codes, scale = quantize_groups_ref(x) if quantize_by_groups else quantize_ref(x)
             quantize_to[0].copy_(codes)
             quantize_to[1].copy_(scale.view_as(quantize_to[1]))
         return h
@@ -253,15 +286,16 @@ def lora_shrink(
     grid = (num_quant + config.splits * len(lora_a) * config.groups * m_tiles,)
     _lora_shrink_kernel[grid](
         x, x.stride(0), xq, x_scale,
-        *pad4([o.values for o in lora_a]), *pad4(scales_or_values(lora_a)), lora_a[0].values.stride(0), lora_a[0].values.stride(1),
+        *stack_pointers(lora_a), lora_a[0].values.stride(0), lora_a[0].values.stride(1),
         token_lora_indices, token_lora_indices if active_lora_ids is None else active_lora_ids,
         0 if active_lora_ids is None else active_lora_ids.numel(), h,
-        M, K, rank, num_slots, num_quant, m_tiles,
+        M, K, rank, num_slots, num_quant, m_tiles, OP_SMALLEST_SCALE,
         NUM_SLICES=len(lora_a), SPLITS=config.splits, GROUPS=config.groups, BLOCK_M=config.block_m, BLOCK_K=config.block_k,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), A_IS_FP8=lora_a[0].scales is not None,
-        HAS_ACTIVE=active_lora_ids is not None,
+        BLOCK_R=max(16, triton.next_power_of_2(rank)), A_IS_FP8=lora_a[0].format is Format.FP8_E4M3,
+        A_IS_NVFP4=lora_a[0].format is Format.NVFP4, HAS_ACTIVE=active_lora_ids is not None,
         ACTIVE_BLOCK=triton.next_power_of_2(active_lora_ids.numel()) if active_lora_ids is not None else 1,
-        QUANT_BLOCK=min(2048, triton.next_power_of_2(K)), ROUND_FIRST=INTERPRETED, USE_PDL=use_pdl,
+        QUANT_BLOCK=groups_at_once(K) if quantize_by_groups else min(2048, triton.next_power_of_2(K)),
+        QUANT_GROUP=GROUP if quantize_by_groups else 0, ROUND_FIRST=INTERPRETED, USE_PDL=use_pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return h

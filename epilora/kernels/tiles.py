@@ -11,9 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
+from ..quant.formats import Format, ScaleAxis
+from ..quant.operand import Operand
+
 # True when kernels run in Triton's interpreter: read when triton is imported, as triton itself does.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 MAX_SLICES = 4
+# How a weight is scaled: the constant `W_SCALE` of kernels that read several kinds.
+PER_TENSOR, PER_CHANNEL, PER_BLOCK, NVFP4 = (tl.constexpr(kind) for kind in range(4))
+_KINDS = {ScaleAxis.TENSOR: PER_TENSOR, ScaleAxis.CHANNEL: PER_CHANNEL, ScaleAxis.BLOCK: PER_BLOCK}
+
+
+def scale_kind(weight: Operand) -> int:
+    """The number of `PER_TENSOR`, `PER_CHANNEL`, `PER_BLOCK` or `NVFP4` that describes a checked weight."""
+    return NVFP4.value if weight.format is Format.NVFP4 else _KINDS[weight.axis].value
 
 
 @triton.jit
@@ -41,6 +52,16 @@ def any_active(active_ptr, num_entries, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     ids = tl.load(active_ptr + offs, mask=offs < num_entries, other=-1)
     return tl.max((ids >= 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def widen_e4m3(codes, like: tl.constexpr):
+    """e4m3 codes as `like` (bf16, fp16 or fp32), exactly. On sm_90 the direct conversion to bf16 compiles to F2F.BF16.F16, one value at a
+    time at a low rate; the way through fp32 takes four ordinary instructions a pair.
+    """
+    if like == tl.float16:
+        return codes.to(tl.float16)
+    return codes.to(tl.float32).to(like)
 
 
 @triton.jit
@@ -73,7 +94,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] = (),
     device=None,
 ) -> None:
-    """Check a tensor argument: rank, dtype, device, and that its last axis is contiguous.
+    """Check a tensor argument: rank, dtype, device, and that its last axis is contiguous. (Where kernels run: `dispatch.choose`.)
 
     Raises TypeError for a wrong type or dtype, ValueError for the rest; the message names argument, value and what is allowed.
     """
@@ -87,10 +108,6 @@ def check_tensor(
         raise ValueError(f"{function}: {name} has stride {tensor.stride()}; its last axis must be contiguous")
     if device is not None and tensor.device != device:
         raise ValueError(f"{function}: {name} is on {tensor.device}; the other arguments are on {device}")
-    if tensor.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(
-            f"{function}: {name} is on {tensor.device}; kernels run on CUDA (or set TRITON_INTERPRET=1 before importing triton)"
-        )
 
 
 def slice_ends(widths: list[int]) -> tuple[int, int, int]:

@@ -1,12 +1,13 @@
-"""The four GEMMs of a LoRA layer over a frozen FP8 base: forward, input gradient, and the gradients of A and B.
+"""The four GEMMs of a LoRA layer over a frozen FP8 or NVFP4 base: forward, input gradient, and the gradients of A and B.
 
     y  = x W^T + h B^T,         h  = x A^T           (h B^T in the epilogue of the W8A16 GEMM)
     dx = dy W + dh A,           dh = dy B            (dh A in the epilogue of the same kind of GEMM)
     dA = dh^T x                 dB = dy^T h
 
-W stays FP8 codes; they are widened in registers, tile by tile (`w8a16.py`). In the forward the channel scale multiplies
+W stays codes; they are widened in registers, tile by tile (`w8a16.py`). In the forward the channel scale multiplies
 the fp32 sum. In dx the channel is what is summed over, so the scale multiplies the widened code and the product is
-rounded once to dy's dtype, exactly the weight a 16-bit trainer would hold; a per-tensor scale stays outside the sum.
+rounded once to dy's dtype, exactly the weight a 16-bit trainer would hold; so does a scale a 128 x 128 block. A per-tensor scale, and
+NVFP4's global one, stay outside the sum; an NVFP4 code times its block scale is exact in 16 bits.
 
 Two ways to run the products with W, chosen by name, never in silence:
 - `registers`: the kernels of this package. No 16-bit form of W exists outside registers and shared memory, and the forward
@@ -33,11 +34,25 @@ import torch
 import triton
 import triton.language as tl
 
+from ..quant.block_fp8 import BLOCK
 from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
-from .arguments import HOPPER_SHARED_BYTES, MAX_RANK, check_tokens, check_weight, scales_of, shared_limit
+from ..quant.reference import dequantize
+from .arguments import (
+    HOPPER_SHARED_BYTES,
+    MAX_RANK,
+    WeightKind,
+    check_tokens,
+    check_weight,
+    scales_of,
+    shared_limit,
+    weight_kind,
+)
 from .dispatch import Implementation, choose
-from .w8a16 import LoraTerm, W8A16Config, _widen, w8a16_gemm, w8a16_gemm_ref
+from .lora_epilogue import LoraTerm
+from .nvfp4_tile import nvfp4_unit, widen_nvfp4
+from .tiles import NVFP4, PER_BLOCK, PER_CHANNEL, PER_TENSOR, scale_kind, widen_e4m3
+from .w8a16 import W8A16Config, w8a16_gemm, w8a16_gemm_ref
 
 PANEL_BYTES = 32 * 2**20  # of widened 16-bit values at a time; 16, 32 and 64 MiB measured on an H200: within 5 %
 MODES = ("registers", "panel")
@@ -60,17 +75,11 @@ class DxConfig:
 # ---- references ------------------------------------------------------------------------------------------------------
 
 
-def dequantise(weight: Operand) -> torch.Tensor:
-    """[N, K] fp32 values of an FP8 weight (reference and tests only)."""
-    values = weight.values.float()
-    return values if weight.scales is None else values * weight.scales.float().reshape(-1, 1)
-
-
 def train_forward_ref(
     x: torch.Tensor, weight: Operand, lora_a: Sequence[torch.Tensor] = (), lora_b: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
     """y [M, N] fp32 in plain torch. lora_a: S tensors [R, K]; lora_b: S tensors [N_s, R]."""
-    y = x.float() @ dequantise(weight).t()
+    y = x.float() @ dequantize(weight).t()
     column = 0
     for a, b in zip(lora_a, lora_b, strict=True):
         y[:, column : column + b.shape[0]] += (x.float() @ a.float().t()) @ b.float().t()
@@ -82,7 +91,7 @@ def train_dx_ref(
     dy: torch.Tensor, weight: Operand, lora_a: Sequence[torch.Tensor] = (), lora_b: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
     """dx [M, K] fp32 in plain torch."""
-    dx = dy.float() @ dequantise(weight)
+    dx = dy.float() @ dequantize(weight)
     column = 0
     for a, b in zip(lora_a, lora_b, strict=True):
         dx += (dy[:, column : column + b.shape[0]].float() @ b.float()) @ a.float()
@@ -111,6 +120,7 @@ def _train_dx_kernel(
     g_ptr,  # dy: pointer, or tensor descriptor of [M, N] with block [BLOCK_M, BLOCK_N]
     w_ptr,  # pointer, or tensor descriptor of [N, K] with block [BLOCK_N, BLOCK_K]
     ws_ptr,
+    wg_ptr,
     dx_ptr,
     dh_ptr,
     a_ptr,
@@ -121,7 +131,7 @@ def _train_dx_kernel(
     stride_dm,
     WIDTH: tl.constexpr,  # S * R, the summed width of dh A
     BLOCK_W: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    W_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -145,13 +155,23 @@ def _train_dx_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     mask_m = offs_m < M
     mask_k = offs_k < K
+    k_column = offs_k if EVEN_K else tl.minimum(offs_k, K - 1)
     if not TMA:
         g_tile = (
             g_ptr + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * stride_gm + offs_n[None, :]
         )  # [BLOCK_M, BLOCK_N]
-        k_column = offs_k if EVEN_K else tl.minimum(offs_k, K - 1)
+    if W_SCALE == NVFP4:
+        half = pid_k * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        block = pid_k * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)
+        w_tile = w_ptr + offs_n.to(tl.int64)[:, None] * (K // 2) + half[None, :]
+        s_tile = ws_ptr + offs_n.to(tl.int64)[:, None] * (K // 16) + block[None, :]
+        step_w = BLOCK_N * (K // 2).to(tl.int64)
+        step_s = BLOCK_N * (K // 16).to(tl.int64)
+    elif not TMA:
         w_tile = w_ptr + offs_n.to(tl.int64)[:, None] * K + k_column[None, :]  # [BLOCK_N, BLOCK_K]
         step_w = BLOCK_N * K.to(tl.int64)
+    if W_SCALE == PER_BLOCK:
+        s_column = ws_ptr + k_column // 128
     if SWAP:
         acc = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
     else:
@@ -161,20 +181,31 @@ def _train_dx_kernel(
             w = w_ptr.load([n, pid_k * BLOCK_K])
             g = g_ptr.load([pid_m * BLOCK_M, n])
         elif EVEN_N:
-            w = tl.load(w_tile)
             g = tl.load(g_tile)
+            if W_SCALE != NVFP4:
+                w = tl.load(w_tile)
         else:
             inside = n + offs_n < N
-            w = tl.load(w_tile, mask=inside[:, None], other=0.0)
             g = tl.load(g_tile, mask=inside[None, :], other=0.0)
-        if CHANNEL:
+            if W_SCALE != NVFP4:
+                w = tl.load(w_tile, mask=inside[:, None], other=0.0)
+        if W_SCALE == NVFP4:
+            mask_w = (n + offs_n < N)[:, None]
+            packed = tl.load(w_tile, mask=mask_w & (half * 2 < K)[None, :], other=0)
+            scale = tl.load(s_tile, mask=mask_w & (block * 16 < K)[None, :], other=0.0)
+            wide = widen_nvfp4(packed, scale, BLOCK_N, BLOCK_K, dtype)
+            s_tile += step_s
+        elif W_SCALE == PER_BLOCK:  # the step's rows lie inside one block
+            scale = tl.load(s_column + (n // 128) * tl.cdiv(K, 128))  # [BLOCK_K]
+            wide = (w.to(tl.float32) * scale[None, :]).to(dtype)
+        elif W_SCALE == PER_CHANNEL:
             if EVEN_N:
                 scale = tl.load(ws_ptr + n + offs_n)
             else:
                 scale = tl.load(ws_ptr + n + offs_n, mask=n + offs_n < N, other=0.0)
             wide = (w.to(tl.float32) * scale[:, None]).to(dtype)
         else:
-            wide = _widen(w, dtype)
+            wide = widen_e4m3(w, dtype)
         if SWAP:
             acc = tl.dot(tl.trans(wide), tl.trans(g), acc, input_precision="ieee")
         else:
@@ -182,8 +213,10 @@ def _train_dx_kernel(
         if not TMA:
             g_tile += BLOCK_N
             w_tile += step_w
-    if not CHANNEL:
+    if W_SCALE == PER_TENSOR:
         acc = acc * tl.load(ws_ptr)
+    if W_SCALE == NVFP4:
+        acc = acc * (tl.load(wg_ptr) * nvfp4_unit(dtype))
     for w_from in tl.static_range(0, WIDTH, BLOCK_W):  # dh A, [BLOCK_M, WIDTH] x [WIDTH, BLOCK_K]
         offs_w = w_from + tl.arange(0, BLOCK_W)
         dh = tl.load(
@@ -209,21 +242,42 @@ def _train_dx_kernel(
 
 @triton.jit
 def _widen_panel_kernel(
-    w_ptr, ws_ptr, out_ptr, rows, columns, stride_wn,
-    CHANNEL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    w_ptr, ws_ptr, wg_ptr, out_ptr, rows, columns, stride_wn, stride_sn,
+    W_SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns] = code * scale, rounded to out's dtype; a BLOCK_N x BLOCK_K tile a program."""
+    """out [rows, columns] = code * scale, rounded to out's dtype; a BLOCK_N x BLOCK_K tile a program. Block scales: the first row and
+    column begin a block, BLOCK_N divides 128.
+    """
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_n = offs_n < rows
     mask = mask_n[:, None] & (offs_k < columns)[None, :]
     at = offs_n.to(tl.int64)[:, None]
-    if EVEN:
-        codes = tl.load(w_ptr + at * stride_wn + offs_k[None, :])
+    dtype = out_ptr.dtype.element_ty
+    if W_SCALE == NVFP4:
+        half = tl.program_id(0) * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        block = tl.program_id(0) * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)
+        packed = tl.load(
+            w_ptr + at * stride_wn + half[None, :], mask=mask_n[:, None] & (half * 2 < columns)[None, :], other=0
+        )
+        block_scale = tl.load(
+            ws_ptr + at * stride_sn + block[None, :], mask=mask_n[:, None] & (block * 16 < columns)[None, :], other=0.0
+        )
+        exact = widen_nvfp4(packed, block_scale, BLOCK_N, BLOCK_K, dtype).to(tl.float32)
+        wide = (exact * (tl.load(wg_ptr) * nvfp4_unit(dtype))).to(dtype)
     else:
-        codes = tl.load(w_ptr + at * stride_wn + offs_k[None, :], mask=mask, other=0.0)
-    scale = tl.load(ws_ptr + offs_n, mask=mask_n, other=0.0)[:, None] if CHANNEL else tl.load(ws_ptr)
-    wide = (codes.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
+        if EVEN:
+            codes = tl.load(w_ptr + at * stride_wn + offs_k[None, :])
+        else:
+            codes = tl.load(w_ptr + at * stride_wn + offs_k[None, :], mask=mask, other=0.0)
+        if W_SCALE == PER_CHANNEL:
+            scale = tl.load(ws_ptr + offs_n, mask=mask_n, other=0.0)[:, None]
+        elif W_SCALE == PER_BLOCK:
+            s_row = ws_ptr + (tl.program_id(1) * BLOCK_N // 128) * stride_sn
+            scale = tl.load(s_row + offs_k // 128, mask=offs_k < columns, other=0.0)[None, :]
+        else:
+            scale = tl.load(ws_ptr)
+        wide = (codes.to(tl.float32) * scale).to(dtype)
     if EVEN:
         tl.store(out_ptr + at * columns + offs_k[None, :], wide)
     else:
@@ -233,8 +287,15 @@ def _widen_panel_kernel(
 # ---- launch configurations -------------------------------------------------------------------------------------------
 
 
-def is_legal_dx(config: DxConfig, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> bool:
-    """Whether the tiles are powers of two, fit shared memory and keep the fp32 tile within 192 registers a thread."""
+def is_legal_dx(
+    config: DxConfig, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES, kind: WeightKind | None = None
+) -> bool:
+    """Whether the tiles are powers of two, fit shared memory and keep the fp32 tile within 192 registers a thread.
+
+    kind: as in `w8a16.is_legal_w8a16`. Block scales: the channels of a step lie inside a block. NVFP4: no copy engine.
+    """
+    if (kind is ScaleAxis.BLOCK and config.block_n > BLOCK) or (kind is Format.NVFP4 and config.use_tma):
+        return False
     sizes = (config.block_m, config.block_k, config.block_n, config.num_warps)
     powers = all(v >= 1 and v & (v - 1) == 0 for v in sizes)
     if not powers or config.block_m < 16 or config.block_k < 16 or config.block_n < 32:
@@ -246,12 +307,16 @@ def is_legal_dx(config: DxConfig, N: int, K: int, shared_bytes: int = HOPPER_SHA
     return shared <= shared_bytes and config.block_m * config.block_k // (config.num_warps * 32) <= 192 and tma
 
 
-def dx_config_for(M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> DxConfig:
+def dx_config_for(
+    M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES, kind: WeightKind | None = None
+) -> DxConfig:
     """Default tiles, from searches on an H200: wide for many tokens, narrow where a wide tile would be mostly padding."""
     if M <= 128:
         return DxConfig(64, 128, 64, num_warps=4, num_stages=3)
     if shared_bytes < HOPPER_SHARED_BYTES:
         return DxConfig(64, 128, 64, num_warps=8, num_stages=2)
+    if kind is Format.NVFP4:
+        return DxConfig(128, 128, 64, num_warps=8, num_stages=3)
     return DxConfig(256, 128, 64, swap=True, num_warps=8, num_stages=3, use_tma=K % 16 == 0 and N % 64 == 0)
 
 
@@ -301,20 +366,30 @@ _panels: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 
 def widen_panel(weight: Operand, rows: slice, columns: slice, out: torch.Tensor) -> torch.Tensor:
-    """out [rows, columns] = code * scale, rounded to out's dtype (contiguous). One Triton launch; returns out."""
+    """out [rows, columns] = code * scale, rounded to out's dtype (contiguous). One Triton launch; returns out.
+
+    rows, columns: begin at multiples of 128 where the weight has scales a block.
+    """
+    kind, scales, n, k = scale_kind(weight), scales_of(weight), *out.shape
     codes = weight.values[rows, columns]
-    n, k = codes.shape
-    channel = weight.axis is ScaleAxis.CHANNEL
-    scales = scales_of(weight).reshape(-1)[rows] if channel else scales_of(weight)
+    if kind == PER_CHANNEL.value:
+        scales = scales.reshape(-1)[rows]
+    elif kind == PER_BLOCK.value:
+        scales = scales[rows.start // BLOCK :, columns.start // BLOCK :]
+    elif kind == NVFP4.value:
+        codes = weight.values[rows, columns.start // 2 :]
+        scales = scales[rows, columns.start // 16 :]
     grid = (triton.cdiv(k, 512), triton.cdiv(n, 16))
     _widen_panel_kernel[grid](
         codes,
         scales,
+        scales if weight.global_scale is None else weight.global_scale,
         out,
         n,
         k,
         codes.stride(0),
-        CHANNEL=channel,
+        scales.stride(0),
+        W_SCALE=kind,
         BLOCK_N=16,
         BLOCK_K=512,
         EVEN=n % 16 == 0 and k % 512 == 0,
@@ -350,8 +425,8 @@ def train_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y = x W^T + h B^T and h, for one adapter over every token.
 
-    x: [M, K] bf16 or fp16, rows contiguous. weight: FP8 codes [N, K] with one scale or one a channel. lora_a: S tensors
-    [R, K];
+    x: [M, K] bf16 or fp16, rows contiguous. weight: FP8 codes [N, K] with one scale, one a channel or one a 128 x 128 block, or NVFP4.
+    lora_a: S tensors [R, K];
     lora_b: S tensors [N_s, R], scaling folded in; both in x's dtype; none of them: the plain base.
     mode: see the module. Returns (y [M, N], h [M, S * R] to keep for `lora_grads`, None without an adapter), x's dtype.
     M = 0 gives empty tensors. Raises TypeError, ValueError or UnsupportedKernel naming argument, value and what is
@@ -361,13 +436,11 @@ def train_forward(
     picked = choose(name, x.device, implementation)
     _check_mode(name, mode)
     check_tokens(name, "x", x, picked)
-    check_weight(name, weight, x.device)
+    check_weight(name, weight, x.device, blocks=True, nvfp4=True)
     M, K = x.shape
-    N = weight.values.shape[0]
-    if weight.values.shape[1] != K:
-        raise ValueError(
-            f"{name}: weight {tuple(weight.values.shape)} does not fit x {tuple(x.shape)}; allowed: [N, {K}]"
-        )
+    N = weight.shape[0]
+    if weight.columns != K:
+        raise ValueError(f"{name}: weight {weight.shape} does not fit x {tuple(x.shape)}; allowed: [N, {K}]")
     R = _check_pair(name, x, lora_a, lora_b, N, K)
     S = len(lora_a)
     h = x @ _stacked(lora_a).t() if R else None  # [M, S * R]
@@ -420,13 +493,11 @@ def train_dx(
     picked = choose(name, dy.device, implementation)
     _check_mode(name, mode)
     check_tokens(name, "dy", dy, picked)
-    check_weight(name, weight, dy.device)
+    check_weight(name, weight, dy.device, blocks=True, nvfp4=True)
     M, N = dy.shape
-    K = weight.values.shape[1]
-    if weight.values.shape[0] != N:
-        raise ValueError(
-            f"{name}: weight {tuple(weight.values.shape)} does not fit dy {tuple(dy.shape)}; allowed: [{N}, K]"
-        )
+    K = weight.columns
+    if weight.shape[0] != N:
+        raise ValueError(f"{name}: weight {weight.shape} does not fit dy {tuple(dy.shape)}; allowed: [{N}, K]")
     R = _check_pair(name, dy, lora_a, lora_b, N, K)
     dh = None
     if R:
@@ -449,8 +520,9 @@ def train_dx(
             dx.addmm_(dh, _stacked(lora_a))
         return dx, dh
     shared = shared_limit(dy.device)
-    config = config or dx_config_for(M, N, K, shared)
-    if not is_legal_dx(config, N, K, shared):
+    kind = weight_kind(weight)
+    config = config or dx_config_for(M, N, K, shared, kind)
+    if not is_legal_dx(config, N, K, shared, kind):
         raise ValueError(f"{name}: {config} is not legal for N={N}, K={K}; see is_legal_dx")
     codes, gradient = weight.values, dy
     aligned = codes.data_ptr() % 16 == 0 and dy.data_ptr() % 16 == 0 and dy.stride(0) * dy.element_size() % 16 == 0
@@ -469,6 +541,7 @@ def train_dx(
         gradient,
         codes,
         weight.scales,
+        weight.scales if weight.global_scale is None else weight.global_scale,
         dx,
         dh if dh is not None else dx,
         _stacked(lora_a) if dh is not None else dx,
@@ -479,7 +552,7 @@ def train_dx(
         dx.stride(0),
         WIDTH=width,
         BLOCK_W=64 if width > 32 else 32,
-        CHANNEL=weight.axis is ScaleAxis.CHANNEL,
+        W_SCALE=scale_kind(weight),
         BLOCK_M=config.block_m,
         BLOCK_K=config.block_k,
         BLOCK_N=config.block_n,

@@ -1,11 +1,14 @@
-"""W8A16: a GEMM that reads FP8 codes and unrounded 16-bit activations. Codes are widened in registers; no 16-bit copy
-exists.
+"""W8A16 and W4A16: a GEMM that reads FP8 or NVFP4 codes and unrounded 16-bit activations. Codes are widened in registers; no
+16-bit copy exists.
 
-    y[m, n] = (sum_k x[m, k] code[n, k]) * scale[n] + bias[n] + sum_r h[m, s(n), r] B[slot(m), n, r]
+    y[m, n] = (sum_k x[m, k] code[n, k]) * scale[n] + bias[n] + sum_r h[m, s(n), r] B[slot(m), n, r]      scale a tensor or channel
+    y[m, n] = sum_g scale[n / 128, g] (sum_{k in g} x[m, k] code[n, k]) + ...                              scale a 128 x 128 block
+    y[m, n] = (sum_k x[m, k] e2m1[n, k] e4m3[n, k / 16]) * global_scale + ...                              NVFP4
 
-Every e4m3 code is exact in bf16 and fp16, so the products are those of x with the stored codes, accumulated in fp32;
-the weight scale, the bias and the adapter's term are added in fp32 and y is rounded once. This is the arithmetic of the
-matched engine and of the trainer (`training.py` launches the same kernel). NaN codes stay NaN.
+Every e4m3 code, and every e2m1 code times its e4m3 block scale, is exact in bf16 and fp16, so the products are those of x with the
+stored numbers, accumulated in fp32; the other scales, the bias and the adapter's term (`lora_epilogue.py`) are applied in fp32 and y
+is rounded once. This is the arithmetic of the matched engine and of the trainer (`training.py` launches the same kernel). NaN
+codes stay NaN.
 
 Two orientations of one kernel. `swap` (W is the 64-row side of the MMA, tokens its narrow side; widened codes go from
 registers straight into wgmma) serves few tokens and, with wide token tiles, large batches; without it widened codes
@@ -14,10 +17,9 @@ workspace and the block that arrives last adds the parts in the order of K. The 
 order, and its last user sets it back to zero: a captured graph replays without resets and no block ever waits for
 another.
 
-Widening goes code -> fp16 -> fp32 -> bf16: on sm_90 the direct conversion compiles to F2F.BF16.F16, one value at a time
-at a low rate, the way through fp32 to four ordinary instructions a pair.
+NVFP4 takes twice the codes a byte and eight at a time (`nvfp4_tile.py`); their tiles come by ordinary loads.
 
-Left out: block scales and NVFP4 (refused by name), activations in FP8 (the fused FP8 GEMM has a file of its own).
+Left out: activations in FP8 or NVFP4 (the fused GEMMs have files of their own).
 
 Legend: M tokens, N out features, K in features, S output slices, R rank, L adapter slots.
 Source: sections 3.1 and 3.3 of the EpiLoRA paper.
@@ -25,47 +27,24 @@ Source: sections 3.1 and 3.3 of the EpiLoRA paper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from ..quant.formats import ScaleAxis
+from ..quant.block_fp8 import BLOCK
+from ..quant.formats import Format, ScaleAxis
 from ..quant.operand import Operand
-from .arguments import (
-    HOPPER_SHARED_BYTES,
-    MAX_RANK,
-    check_groups,
-    check_stacks,
-    check_tokens,
-    check_weight,
-    scales_of,
-    shared_limit,
-)
+from ..quant.reference import dequantize
+from .arguments import HOPPER_SHARED_BYTES, WeightKind, check_tokens, check_weight, scales_of, shared_limit, weight_kind
 from .dispatch import Implementation, choose
-from .lora_expand import TokenGroups, _real
-from .tiles import pad4
+from .lora_epilogue import LoraTerm, add_lora_term, add_lora_term_ref, check_lora_term, term_arguments
+from .nvfp4_tile import fragment_order, nvfp4_unit, widen_halves, widen_nvfp4
+from .tiles import NVFP4, PER_BLOCK, PER_CHANNEL, PER_TENSOR, scale_kind, widen_e4m3
 
 MAX_SPLIT_K = 8
 _COUNTERS = 8192  # output tiles a split-K launch may have
-
-
-@dataclass(frozen=True)
-class LoraTerm:
-    """What the epilogue adds for the adapters.
-
-    h: [split_k, M, S, R] from `lora_shrink_grouped` (parts are added in order), or [1, M, S, R] in x's dtype.
-    lora_b: S operands [L, N_s, R] in x's dtype or FP8 with row scales; alpha / rank folded in.
-    slots: int32 [M] slot of every token, -1 for none; None: every token uses slot 0 (one adapter, as in training).
-    groups: the step's groups; needed with `slots`, whose stale entries only they tell apart.
-    """
-
-    h: torch.Tensor
-    lora_b: Sequence[Operand]
-    slots: torch.Tensor | None = None
-    groups: TokenGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -92,91 +71,16 @@ def w8a16_gemm_ref(
     x: torch.Tensor, weight: Operand, *, bias: torch.Tensor | None = None, lora: LoraTerm | None = None
 ) -> torch.Tensor:
     """The formula above in plain torch: [M, N] fp32. h is rounded once to x's dtype, as the kernel does."""
-    codes = weight.values.float()
-    y = x.float() @ codes.t()
-    if weight.scales is not None:
-        y = y * weight.scales.float().reshape(1, -1)
+    if weight.axis in (ScaleAxis.TENSOR, ScaleAxis.CHANNEL):
+        y = (x.float() @ weight.values.float().t()) * scales_of(weight).float().reshape(1, -1)
+    else:
+        y = x.float() @ dequantize(weight).t()
     if bias is not None:
         y = y + bias.float()
-    if lora is None:
-        return y
-    h = lora.h.float().sum(0).to(x.dtype).float()
-    num_slots = lora.lora_b[0].values.shape[0]
-    if lora.slots is None:
-        chosen = [(0, torch.ones(x.shape[0], dtype=torch.bool, device=x.device))]
-    else:
-        assert lora.groups is not None, "slots come with groups"
-        listed = lora.groups.active_slots.tolist()
-        chosen = [(slot, lora.slots[: x.shape[0]] == slot) for slot in listed if 0 <= slot < num_slots]
-    for slot, rows in chosen:
-        column = 0
-        for s, b in enumerate(lora.lora_b):
-            real = _real(b)[slot]
-            y[rows, column : column + real.shape[0]] += h[rows, s] @ real.t()
-            column += real.shape[0]
-    return y
+    return y if lora is None else add_lora_term_ref(y, x.dtype, lora)
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _widen(codes, like: tl.constexpr):
-    """e4m3 codes as `like` (bf16, fp16 or fp32), exactly; see the module's note on the way through fp32."""
-    if like == tl.float16:
-        return codes.to(tl.float16)
-    return codes.to(tl.float32).to(like)
-
-
-@triton.jit
-def _add_slice(
-    acc,
-    h_ptr,
-    b_ptr,
-    bs_ptr,
-    slot,
-    offs_m,
-    mask_m,
-    offs_n,
-    start,
-    width,
-    stride_part,
-    stride_row,
-    R: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SPLIT_H: tl.constexpr,
-    SCALED: tl.constexpr,
-    SWAP: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """acc += h B^T for the rows in mask_m and the tile's columns of one slice ([start, start + width))."""
-    offs_r = tl.arange(0, BLOCK_R)
-    n = offs_n - start
-    mask_n = (n >= 0) & (n < width)
-    mask_h = mask_m[:, None] & (offs_r < R)[None, :]
-    h_tile = h_ptr + offs_m.to(tl.int64)[:, None] * stride_row + offs_r[None, :]
-    h = tl.load(h_tile, mask=mask_h, other=0.0)  # [BLOCK_M, BLOCK_R]
-    for part in tl.static_range(1, SPLIT_H):
-        h += tl.load(h_tile + part * stride_part, mask=mask_h, other=0.0)
-    h = h.to(dtype)
-    b_row = slot * width + n
-    b = tl.load(
-        b_ptr + b_row.to(tl.int64)[:, None] * R + offs_r[None, :],
-        mask=mask_n[:, None] & (offs_r < R)[None, :],
-        other=0.0,
-    )
-    if SCALED:
-        scale = tl.load(bs_ptr + b_row, mask=mask_n, other=0.0)
-        b = _widen(b, dtype)
-        if SWAP:
-            acc += tl.dot(b, tl.trans(h), input_precision="ieee") * scale[:, None]
-        else:
-            acc += tl.dot(h, tl.trans(b), input_precision="ieee") * scale[None, :]
-    elif SWAP:
-        acc = tl.dot(b, tl.trans(h), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(h, tl.trans(b), acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit(do_not_specialize=["M", "num_entries", "num_slots"])
@@ -184,6 +88,7 @@ def _w8a16_kernel(
     x_ptr,
     w_ptr,  # pointer, or tensor descriptor of [N, K] with block [BLOCK_N, BLOCK_K]
     ws_ptr,
+    wg_ptr,
     bias_ptr,
     y_ptr,
     part_ptr,
@@ -197,9 +102,12 @@ def _w8a16_kernel(
     bs1_ptr,
     bs2_ptr,
     bs3_ptr,
+    bg0_ptr,
+    bg1_ptr,
+    bg2_ptr,
+    bg3_ptr,
     slots_ptr,
     active_ptr,
-    counts_ptr,
     M,
     N,
     K,
@@ -214,9 +122,10 @@ def _w8a16_kernel(
     R: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     LORA: tl.constexpr,  # 0 none, 1 slot 0 for every row, 2 by slots and groups
-    B_SCALED: tl.constexpr,
+    B_SCALED: tl.constexpr,  # FP8 with row scales
+    B_NVFP4: tl.constexpr,
     SPLIT_H: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    W_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -250,13 +159,24 @@ def _w8a16_kernel(
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
     k_from = pid_k * steps * BLOCK_K
     w_row = offs_n if EVEN_N else tl.minimum(offs_n, N - 1)
-    if not TMA:
+    if W_SCALE == NVFP4:
+        row_bytes = K // 2
+        w_tile = w_ptr + w_row.to(tl.int64)[:, None] * row_bytes + (k_from // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
+        s_tile = (
+            ws_ptr + w_row.to(tl.int64)[:, None] * (K // 16) + (k_from // 16 + tl.arange(0, BLOCK_K // 16))[None, :]
+        )
+    elif not TMA:
+        row_bytes = K
         w_tile = w_ptr + w_row.to(tl.int64)[:, None] * K + (k_from + offs_k)[None, :]  # [BLOCK_N, BLOCK_K]
+    if W_SCALE == PER_BLOCK:
+        num_groups = tl.cdiv(K, 128)
+        s_row = ws_ptr + (w_row // 128) * num_groups
     if USE_PDL:
         # Weights never change: start them to L2, then wait for the launch that wrote x.
         if PREFETCH > 0 and not TMA:
             lines = tl.arange(0, PREFETCH) * 128
-            line = w_ptr + w_row.to(tl.int64)[:, None] * K + (k_from + lines)[None, :]
+            first = k_from // 2 if W_SCALE == NVFP4 else k_from
+            line = w_ptr + w_row.to(tl.int64)[:, None] * row_bytes + (first + lines)[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
             )
@@ -270,6 +190,15 @@ def _w8a16_kernel(
     for step in range(0, steps):
         if TMA:
             w = w_ptr.load([pid_n * BLOCK_N, k_from + step * BLOCK_K])  # zeros beyond N and K
+        elif W_SCALE == NVFP4:
+            if EVEN_K:
+                packed = tl.load(w_tile)
+                scale = tl.load(s_tile)
+            else:
+                left = K - k_from - step * BLOCK_K
+                packed = tl.load(w_tile, mask=(tl.arange(0, BLOCK_K // 2) * 2 < left)[None, :], other=0)
+                scale = tl.load(s_tile, mask=(tl.arange(0, BLOCK_K // 16) * 16 < left)[None, :], other=0.0)
+            s_tile += BLOCK_K // 16
         elif EVEN_K:
             w = tl.load(w_tile)
         else:
@@ -283,12 +212,33 @@ def _w8a16_kernel(
             x = tl.load(x_tile)
         else:
             x = tl.load(x_tile, mask=(k_from + step * BLOCK_K + offs_k < K)[None, :], other=0.0)
-        if SWAP:
-            acc = tl.dot(_widen(w, dtype), tl.trans(x), acc, input_precision="ieee")
+        if W_SCALE == NVFP4 and SWAP:
+            HALF: tl.constexpr = BLOCK_K // 2
+            low, high = widen_halves(packed, scale, BLOCK_N, BLOCK_K, dtype)
+            x_low, x_high = tl.split(tl.reshape(x, (BLOCK_M, HALF, 2)))
+            wide = fragment_order(low, BLOCK_N, HALF)
+            acc = tl.dot(wide, tl.trans(fragment_order(x_low, BLOCK_M, HALF)), acc, input_precision="ieee")
+            wide = fragment_order(high, BLOCK_N, HALF)
+            acc = tl.dot(wide, tl.trans(fragment_order(x_high, BLOCK_M, HALF)), acc, input_precision="ieee")
+        elif W_SCALE == NVFP4:
+            wide = widen_nvfp4(packed, scale, BLOCK_N, BLOCK_K, dtype)
+            acc = tl.dot(x, tl.trans(wide), acc, input_precision="ieee")
+        elif W_SCALE == PER_BLOCK:  # the step lies inside one block of K
+            wide = widen_e4m3(w, dtype)
+            group = tl.minimum((k_from + step * BLOCK_K) // 128, num_groups - 1)
+            scale = tl.load(s_row + group)  # [BLOCK_N]
+            if SWAP:
+                acc += tl.dot(wide, tl.trans(x), input_precision="ieee") * scale[:, None]
+            else:
+                acc += tl.dot(x, tl.trans(wide), input_precision="ieee") * scale[None, :]
+        elif SWAP:
+            acc = tl.dot(widen_e4m3(w, dtype), tl.trans(x), acc, input_precision="ieee")
         else:
-            acc = tl.dot(x, tl.trans(_widen(w, dtype)), acc, input_precision="ieee")
+            acc = tl.dot(x, tl.trans(widen_e4m3(w, dtype)), acc, input_precision="ieee")
         x_tile += BLOCK_K
-        if not TMA:
+        if W_SCALE == NVFP4:
+            w_tile += BLOCK_K // 2
+        elif not TMA:
             w_tile += BLOCK_K
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()  # this block's weights are read: the next launch may begin with its own
@@ -308,133 +258,30 @@ def _w8a16_kernel(
         acc = tl.load(base + inside, cache_modifier=".cg")
         for part in tl.static_range(1, SPLIT_K):
             acc += tl.load(base + part * TILE + inside, cache_modifier=".cg")
-    if CHANNEL:
-        scale = tl.load(ws_ptr + offs_n, mask=mask_n, other=0.0)
-    else:
-        scale = tl.load(ws_ptr)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    if CHANNEL:
+    if W_SCALE == PER_CHANNEL:
+        scale = tl.load(ws_ptr + offs_n, mask=mask_n, other=0.0)
         if SWAP:
             acc = acc * scale[:, None]
         else:
             acc = acc * scale[None, :]
-    else:
-        acc = acc * scale
+    if W_SCALE == PER_TENSOR:
+        acc = acc * tl.load(ws_ptr)
+    if W_SCALE == NVFP4:
+        acc = acc * (tl.load(wg_ptr) * nvfp4_unit(dtype))
     if HAS_BIAS:
         if SWAP:
             acc += bias[:, None]
         else:
             acc += bias[None, :]
     if LORA > 0:
-        stride_part = M.to(tl.int64) * NUM_SLICES * R
-        stride_row: tl.constexpr = NUM_SLICES * R
-        tile_from = pid_n * BLOCK_N
-        entries = 1
-        if LORA == 2:
-            entries = num_entries
-            row_slot = tl.load(slots_ptr + offs_m, mask=mask_m, other=-1)
-        for entry in range(0, entries):
-            slot = 0
-            rows = mask_m
-            used = 1
-            if LORA == 2:
-                slot = tl.load(active_ptr + entry)
-                rows = mask_m & (row_slot == slot)
-                used = tl.where((slot >= 0) & (slot < num_slots), tl.max(rows.to(tl.int32), 0), 0)
-            if used > 0:
-                start = 0
-                if tile_from < n0:
-                    acc = _add_slice(
-                        acc,
-                        h_ptr,
-                        b0_ptr,
-                        bs0_ptr,
-                        slot,
-                        offs_m,
-                        rows,
-                        offs_n,
-                        start,
-                        n0,
-                        stride_part,
-                        stride_row,
-                        R,
-                        BLOCK_R,
-                        SPLIT_H,
-                        B_SCALED,
-                        SWAP,
-                        dtype,
-                    )
-                if NUM_SLICES > 1:
-                    start = n0
-                    if (tile_from < start + n1) & (tile_from + BLOCK_N > start):
-                        acc = _add_slice(
-                            acc,
-                            h_ptr + R,
-                            b1_ptr,
-                            bs1_ptr,
-                            slot,
-                            offs_m,
-                            rows,
-                            offs_n,
-                            start,
-                            n1,
-                            stride_part,
-                            stride_row,
-                            R,
-                            BLOCK_R,
-                            SPLIT_H,
-                            B_SCALED,
-                            SWAP,
-                            dtype,
-                        )
-                if NUM_SLICES > 2:
-                    start = n0 + n1
-                    if (tile_from < start + n2) & (tile_from + BLOCK_N > start):
-                        acc = _add_slice(
-                            acc,
-                            h_ptr + 2 * R,
-                            b2_ptr,
-                            bs2_ptr,
-                            slot,
-                            offs_m,
-                            rows,
-                            offs_n,
-                            start,
-                            n2,
-                            stride_part,
-                            stride_row,
-                            R,
-                            BLOCK_R,
-                            SPLIT_H,
-                            B_SCALED,
-                            SWAP,
-                            dtype,
-                        )
-                if NUM_SLICES > 3:
-                    start = n0 + n1 + n2
-                    if tile_from + BLOCK_N > start:
-                        acc = _add_slice(
-                            acc,
-                            h_ptr + 3 * R,
-                            b3_ptr,
-                            bs3_ptr,
-                            slot,
-                            offs_m,
-                            rows,
-                            offs_n,
-                            start,
-                            n3,
-                            stride_part,
-                            stride_row,
-                            R,
-                            BLOCK_R,
-                            SPLIT_H,
-                            B_SCALED,
-                            SWAP,
-                            dtype,
-                        )
+        acc = add_lora_term(
+            acc, h_ptr, b0_ptr, b1_ptr, b2_ptr, b3_ptr, bs0_ptr, bs1_ptr, bs2_ptr, bs3_ptr, bg0_ptr, bg1_ptr, bg2_ptr, bg3_ptr,
+            slots_ptr, active_ptr, M, n0, n1, n2, n3, num_entries, num_slots, offs_m, mask_m, offs_n, pid_n * BLOCK_N,
+            R, NUM_SLICES, LORA, B_SCALED, B_NVFP4, SPLIT_H, BLOCK_N, BLOCK_R, SWAP, dtype,
+        )  # fmt: skip
     out = acc.to(y_ptr.dtype.element_ty)
     if SWAP:
         out = tl.trans(out)
@@ -448,8 +295,14 @@ def _w8a16_kernel(
 # ---- launch configurations -------------------------------------------------------------------------------------------
 
 
-def is_legal_w8a16(config: W8A16Config, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> bool:
-    """Whether the config covers K, fits shared memory, and keeps the fp32 tile within 192 registers a thread."""
+def is_legal_w8a16(
+    config: W8A16Config, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES, kind: WeightKind | None = None
+) -> bool:
+    """Whether the config covers K, fits shared memory, and keeps the fp32 tile within 192 registers a thread.
+
+    kind: how the weight is stored; None: FP8 with a scale a tensor or channel. Block scales: a step lies inside a block, and the step's
+    own sum takes as many registers as the tile. NVFP4: no copy engine, at least 64 values of K a step.
+    """
     powers = all(
         v >= 1 and v & (v - 1) == 0
         for v in (config.block_m, config.block_n, config.block_k, config.num_warps, config.split_k)
@@ -462,31 +315,43 @@ def is_legal_w8a16(config: W8A16Config, N: int, K: int, shared_bytes: int = HOPP
     if not config.swap:
         shared += 2 * config.block_k * config.block_n
     registers = config.block_m * config.block_n // (config.num_warps * 32)
-    tma = not config.use_tma or K % 16 == 0
-    return covered and shared <= shared_bytes and registers <= 192 and tma
+    fits = not config.use_tma or K % 16 == 0
+    if kind is ScaleAxis.BLOCK:
+        fits = fits and BLOCK % config.block_k == 0
+        registers *= 2
+    elif kind is Format.NVFP4:
+        fits = not config.use_tma and config.block_k >= 64
+    return covered and shared <= shared_bytes and registers <= 192 and fits
 
 
-def w8a16_config_for(M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES) -> W8A16Config:
+def w8a16_config_for(
+    M: int, N: int, K: int, shared_bytes: int = HOPPER_SHARED_BYTES, kind: WeightKind | None = None
+) -> W8A16Config:
     """Default tiles, from searches on an H200: K is split until 256 programs stream weights; wide tiles for many tokens.
 
     Up to 8 tokens and up to 16 take mma.sync (8-token tiles, or two warps), which beat wgmma there; weight tiles of wide
-    tiles come by the copy engine where K allows it.
+    tiles come by the copy engine where K allows it. kind: see `is_legal_w8a16`; its tiles are bounded by registers and have not been
+    searched.
     """
     if M <= 64:
         block_m = 8 if M <= 8 else 16 if M <= 16 else 32 if M <= 32 else 64
-        warps = 2 if block_m == 16 else 4
+        warps = 2 if block_m == 16 and kind is not Format.NVFP4 else 4  # two warps spill on NVFP4
         block_k = 256 if block_m <= 16 else 128
-        while block_k > 32 and block_k > K:
+        if kind is ScaleAxis.BLOCK:
+            block_k = min(block_k, BLOCK)
+        while block_k > (64 if kind is Format.NVFP4 else 32) and block_k > K:
             block_k //= 2
         split_k = 1
         while split_k < 4 and triton.cdiv(N, 64) * split_k < 256 and triton.cdiv(K, block_k) // (split_k * 2) >= 2:
             split_k *= 2
         config = W8A16Config(block_m, 64, block_k, True, split_k, 1, warps, 3)
-        while not is_legal_w8a16(config, N, K, shared_bytes) and config.split_k > 1:
+        while not is_legal_w8a16(config, N, K, shared_bytes, kind) and config.split_k > 1:
             config = replace(config, split_k=config.split_k // 2)
         return config
     if M <= 128 or shared_bytes < HOPPER_SHARED_BYTES:
-        return W8A16Config(128, 64, 64, True, 1, 8, 4, 4)
+        return W8A16Config(128, 64, 64, True, 1, 8, 8 if kind is ScaleAxis.BLOCK else 4, 4)
+    if kind is not None:
+        return W8A16Config(128, 128, 64, True, 1, 16, 8, 4)
     return W8A16Config(256, 128, 64, True, 1, 16, 8, 4, use_tma=K % 16 == 0)
 
 
@@ -533,10 +398,10 @@ def w8a16_gemm(
     use_pdl: bool = False,
     implementation: Implementation | str | None = None,
 ) -> torch.Tensor:
-    """y = x W^T on FP8 codes and 16-bit activations, with the adapters' up-projections added in the epilogue.
+    """y = x W^T on FP8 or NVFP4 codes and 16-bit activations, with the adapters' up-projections added in the epilogue.
 
-    x: [M, K] bf16 or fp16, rows contiguous. weight: [N, K] e4m3 codes, one fp32 scale or one a row. bias: [N] in x's
-    dtype.
+    x: [M, K] bf16 or fp16, rows contiguous. weight: [N, K] e4m3 codes with one fp32 scale, one a row or one a 128 x 128 block, or NVFP4.
+    bias: [N] in x's dtype.
     lora: see `LoraTerm`; rows whose slot is not among the groups' active slots get none. out: [M, N] in x's dtype to
     write.
     use_pdl: launch as the programmatic dependent of the launch before (compute capability 9.0 or more); weights start
@@ -548,13 +413,11 @@ def w8a16_gemm(
     name = "w8a16_gemm"
     picked = choose(name, x.device, implementation)
     check_tokens(name, "x", x, picked)
-    check_weight(name, weight, x.device)
+    check_weight(name, weight, x.device, blocks=True, nvfp4=True)
     M, K = x.shape
-    N = weight.values.shape[0]
-    if weight.values.shape[1] != K:
-        raise ValueError(
-            f"{name}: weight {tuple(weight.values.shape)} does not fit x {tuple(x.shape)}; allowed: [N, {K}]"
-        )
+    N = weight.shape[0]
+    if weight.columns != K:
+        raise ValueError(f"{name}: weight {weight.shape} does not fit x {tuple(x.shape)}; allowed: [N, {K}]")
     if bias is not None and (tuple(bias.shape) != (N,) or bias.dtype != x.dtype or bias.device != x.device):
         raise ValueError(
             f"{name}: bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; "
@@ -566,44 +429,12 @@ def w8a16_gemm(
         raise ValueError(
             f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; allowed: {x.dtype} {(M, N)} on {x.device}"
         )
-    widths, R, S, L = [N], 16, 1, 1
     if lora is not None:
-        check_stacks(name, "lora.lora_b", lora.lora_b, x)
-        widths = [b.values.shape[1] for b in lora.lora_b]
-        L, _, R = lora.lora_b[0].values.shape
-        S = len(widths)
-        if sum(widths) != N or any(b.values.shape[2] != R for b in lora.lora_b) or not 1 <= R <= MAX_RANK:
-            raise ValueError(
-                f"{name}: lora.lora_b widths {widths} and rank {R} do not fit; "
-                f"allowed: widths that sum to {N}, equal ranks up to {MAX_RANK}"
-            )
-        h = lora.h
-        if h.dim() != 4 or tuple(h.shape[1:]) != (M, S, R) or not h.is_contiguous() or h.device != x.device:
-            raise ValueError(
-                f"{name}: lora.h is {tuple(h.shape)} on {h.device}; "
-                f"allowed: contiguous [split_k, {M}, {S}, {R}] on {x.device}"
-            )
-        if h.dtype != (x.dtype if h.shape[0] == 1 else torch.float32):
-            raise TypeError(
-                f"{name}: lora.h is {h.dtype} with split_k={h.shape[0]}; allowed: {x.dtype} for 1, float32 above"
-            )
-        if lora.slots is not None:
-            if lora.groups is None:
-                raise ValueError(f"{name}: lora.slots given without lora.groups; give both, or neither for one adapter")
-            if (
-                lora.slots.dtype != torch.int32
-                or lora.slots.dim() != 1
-                or lora.slots.numel() < M
-                or lora.slots.device != x.device
-            ):
-                raise ValueError(
-                    f"{name}: lora.slots is {lora.slots.dtype} {tuple(lora.slots.shape)}; "
-                    f"allowed: int32 with at least {M} entries on {x.device}"
-                )
-            check_groups(name, lora.groups, M, L, x.device)
+        check_lora_term(name, lora, x, N)
+    kind = weight_kind(weight)
     shared = shared_limit(x.device)
-    config = config or w8a16_config_for(M, N, K, shared)
-    if not is_legal_w8a16(config, N, K, shared):
+    config = config or w8a16_config_for(M, N, K, shared, kind)
+    if not is_legal_w8a16(config, N, K, shared, kind):
         raise ValueError(f"{name}: {config} is not legal for N={N}, K={K}; see is_legal_w8a16")
     if M == 0:
         return out
@@ -630,49 +461,29 @@ def w8a16_gemm(
     if config.split_k > 1:
         space = _workspace(x.device, tiles * config.split_k * config.block_m * config.block_n, tiles)
         parts, counters = space.parts, space.counters
-    mode, scaled, split_h = 0, False, 1
-    h, values, scales, slots, active, counts = nothing, [nothing] * 4, [nothing] * 4, nothing, nothing, nothing
-    if lora is not None:
-        mode = 1 if lora.slots is None else 2
-        scaled = lora.lora_b[0].scales is not None
-        h, split_h = lora.h, lora.h.shape[0]
-        values = pad4([b.values for b in lora.lora_b])
-        scales = pad4([scales_of(b) for b in lora.lora_b]) if scaled else [nothing] * 4
-        if lora.slots is not None and lora.groups is not None:
-            slots, active, counts = lora.slots, lora.groups.active_slots, lora.groups.counts
+    pointers, sizes, constants = term_arguments(lora, N, nothing)
     _w8a16_kernel[(tiles * config.split_k,)](
         x,
         codes,
         weight.scales,
+        nothing if weight.global_scale is None else weight.global_scale,
         bias if bias is not None else nothing,
         out,
         parts,
         counters,
-        h,
-        *values,
-        *scales,
-        slots,
-        active,
-        counts,
+        *pointers,
         M,
         N,
         K,
-        *(widths + [0] * (4 - S)),
-        L + 1,
-        L,
+        *sizes,
         x.stride(0),
         out.stride(0),
-        R=R,
-        NUM_SLICES=S,
-        LORA=mode,
-        B_SCALED=scaled,
-        SPLIT_H=split_h,
-        CHANNEL=weight.axis is ScaleAxis.CHANNEL,
+        **constants,
+        W_SCALE=scale_kind(weight),
         HAS_BIAS=bias is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        BLOCK_R=max(16, triton.next_power_of_2(R)),
         SPLIT_K=config.split_k,
         GROUP_M=config.group_m,
         EVEN_N=N % config.block_n == 0,
@@ -680,9 +491,14 @@ def w8a16_gemm(
         SWAP=config.swap,
         TMA=config.use_tma,
         USE_PDL=pdl,
-        PREFETCH=2 * config.block_k // 128 if config.block_k >= 128 else 0,
+        PREFETCH=prefetched_lines(config, kind),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **({"launch_pdl": True} if pdl else {}),
     )
     return out
+
+
+def prefetched_lines(config: W8A16Config, kind: WeightKind | None) -> int:
+    """Lines of 128 bytes of a weight row that a dependent launch asks for ahead: those of two steps."""
+    return 2 * config.block_k // (256 if kind is Format.NVFP4 else 128)

@@ -95,7 +95,7 @@ def plan_for(
     call: Call, size: int, shrink: beside.ShrinkConfig, expand: beside.ExpandConfig, *, streams: bool
 ) -> Plan | None:
     """The prepared launches of a call's layer for batches of up to `size` tokens; None where the public functions must run."""
-    if not call.x.is_cuda or not _fits(call):
+    if not call.x.is_cuda or not _fits(call) or call.lora_a[0].dtype == torch.uint8:
         return None
     order = (size, streams, call.x.dtype)
     pointers = (*[t.data_ptr() for t in (*call.lora_a, *call.lora_b)], call.token_slots.data_ptr())

@@ -88,7 +88,10 @@ def compile_ahead(problems: list[Problem], sizes: list[int]) -> float:
     tasks = _decode_tasks(problems, sizes)
     for problem in problems:
         problem.set_mapping(torch.zeros(1, dtype=torch.int32, device=problem.calls[0].x.device))
-        for paths in ((Path.HYBRID, Path.HYBRID_STREAMS), (Path.VENDOR,)):
+        launched = [(Path.HYBRID, Path.HYBRID_STREAMS), (Path.FUSED,), (Path.VENDOR,)]
+        if not _decodes_in_cuda(problem.calls[0]):
+            launched.append((Path.DECODE,))
+        for paths in launched:
             tasks.append(functools.partial(_run_sizes, problem, sizes, paths))
     if problems[0].calls[0].x.is_cuda:
         with ThreadPoolExecutor(max_workers=16) as pool:
@@ -113,11 +116,18 @@ def _run_sizes(problem: Problem, sizes: list[int], paths: tuple[Path, ...]) -> N
         stream.synchronize()
 
 
+def _decodes_in_cuda(call: Call) -> bool:
+    """Whether the decode path of a layer is CUDA C++; elsewhere it is Triton kernels, which running compiles."""
+    return call.lora_a[0].dtype != torch.uint8 and not decode.supports_cuda(call.x.device)
+
+
 def _decode_tasks(problems: list[Problem], sizes: list[int]) -> list[Callable[[], Any]]:
     """One task for each shape and size that the decode path may run."""
     tasks: list[Callable[[], Any]] = []
     for problem in problems:
         call = problem.calls[0]
+        if not _decodes_in_cuda(call):
+            continue
         L, _, R, K = call.lora_a[0].shape
         for M in [M for M in sizes if M <= decode.MAX_TOKENS and not problem.mode.matched]:
             tasks.append(

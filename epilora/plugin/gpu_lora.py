@@ -10,7 +10,6 @@ The decision is traced by vLLM's compiler, which drops its guards: it never chan
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,12 @@ import torch
 
 from epilora.kernels.lora_expand import MAX_RANK
 from epilora.kernels.tiles import MAX_SLICES
+from epilora.quant.formats import Format
+from epilora.quant.nvfp4 import BLOCK, quantize_nvfp4_ref
 from epilora.quant.reference import quantize_rows_ref
 
 from .compat import KERNEL_META_FIELDS
-from .gpu_ops import PATHS, VENDORS, Mode, Path, scratch
+from .gpu_ops import PATHS, VENDORS, Mode, Path, capability_of, scratch
 from .settings import Kind, Settings
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -82,7 +83,7 @@ def fp8_problem(base_layer: Any, method: Any, dtype: torch.dtype) -> tuple[int, 
 def common_problem(layer: Any, settings: Settings) -> str:
     """Why a layer must stay vLLM's altogether; empty if some path of ours can serve it."""
     a = layer.lora_a_stacked[0]
-    capability = _capability(a.device)
+    capability = capability_of(a.device)
     if settings.path == "stock":
         return "path=stock is set"
     if a.device.type not in ("cuda", "cpu"):
@@ -102,11 +103,6 @@ def common_problem(layer: Any, settings: Settings) -> str:
     return ""
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
 def decide(layer: Any, settings: Settings, *, runs_base_forward: bool, parallel_config: Any = None) -> Decision:
     """The kind, mode and reason of a LoRA layer whose base is loaded and whose slots exist.
 
@@ -124,7 +120,7 @@ def decide(layer: Any, settings: Settings, *, runs_base_forward: bool, parallel_
         reason = weight_problem(base_layer, dtype)
     elif not reason:
         vendor, reason = fp8_problem(base_layer, method, dtype)
-    capability = _capability(layer.lora_a_stacked[0].device)
+    capability = capability_of(layer.lora_a_stacked[0].device)
     if not reason and capability is not None and capability < (8, 9):
         reason = f"the GPU has compute capability {capability[0]}.{capability[1]}; FP8 needs 8.9"
     if not reason and getattr(parallel_config, "use_ubatching", False):
@@ -153,34 +149,50 @@ def meta_problem(punica_wrapper: Any) -> str:
     return f"token_mapping_meta has no {', '.join(missing)}" if missing else ""
 
 
-class Fp8Slots:
-    """A layer's adapter slots in FP8, one scale a row of A [R, K] and of B [N, R]; half the bytes of 16 bit.
+class StoredSlots:
+    """A layer's adapter slots in FP8 (one scale a row of A [R, K] and of B [N, R]; half the bytes of 16 bit) or NVFP4 (little over a
+    quarter; a global scale a slot).
 
-    vLLM's own 16-bit stacks move to host memory: `set_lora` and read-back go there, the GPU holds the codes only.
+    a, b: what the operators take: the stacks' codes [L, 1, R, K] and [L, 1, N_s, R]; a_scales, b_scales: see `gpu_ops.Call`. vLLM's own 16-bit stacks move to host memory: `set_lora` and read-back go there, the GPU holds the codes only.
     """
 
     def __init__(
-        self, lora_a: tuple[torch.Tensor, ...], lora_b: tuple[torch.Tensor, ...], device: torch.device
+        self, fmt: Format, lora_a: tuple[torch.Tensor, ...], lora_b: tuple[torch.Tensor, ...], device: torch.device
     ) -> None:
-        self.device = device
+        """Raises ValueError where K or the largest rank is no multiple of 16 (nvfp4)."""
+        self.format, self.device = fmt, device
+        for stack in (*lora_a, *lora_b):
+            if fmt is Format.NVFP4 and stack.shape[-1] % BLOCK:
+                raise ValueError(
+                    f"adapters=nvfp4: a stack has {stack.shape[-1]} columns; needed: multiples of {BLOCK} (features and "
+                    "max_lora_rank); use adapters=fp8"
+                )
         self.host_a = tuple(torch.zeros_like(a, device="cpu") for a in lora_a)
         self.host_b = tuple(torch.zeros_like(b, device="cpu") for b in lora_b)
-        self.codes_a, self.scales_a = self._make(lora_a)
-        self.codes_b, self.scales_b = self._make(lora_b)
+        self.a, self.a_scales = self._make(lora_a)
+        self.b, self.b_scales = self._make(lora_b)
 
-    def _make(self, stacks: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        codes = tuple(torch.zeros(s.shape, dtype=torch.float8_e4m3fn, device=self.device) for s in stacks)
-        scales = tuple(torch.ones(s.shape[0], s.shape[2], dtype=torch.float32, device=self.device) for s in stacks)
-        return codes, scales
+    def _make(self, stacks: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        where = self.device
+        if self.format is Format.FP8_E4M3:
+            codes = [torch.zeros(s.shape, dtype=torch.float8_e4m3fn, device=where) for s in stacks]
+            return codes, [torch.ones(s.shape[0], s.shape[2], dtype=torch.float32, device=where) for s in stacks]
+        codes = [torch.zeros(*s.shape[:-1], s.shape[-1] // 2, dtype=torch.uint8, device=where) for s in stacks]
+        shapes = [(s.shape[0], s.shape[2], s.shape[3] // BLOCK) for s in stacks]
+        blocks = [torch.zeros(shape, dtype=torch.uint8, device=where).view(torch.float8_e4m3fn) for shape in shapes]
+        return codes, blocks + [torch.ones(s.shape[0], dtype=torch.float32, device=where) for s in stacks]
 
     def store(self, index: int) -> None:
         """Quantise slot `index` of the host stacks into the GPU's codes."""
-        for stacks, codes, scales in (
-            (self.host_a, self.codes_a, self.scales_a),
-            (self.host_b, self.codes_b, self.scales_b),
-        ):
-            for stack, code, scale in zip(stacks, codes, scales, strict=True):
-                stored = quantize_rows_ref(stack[index].to(self.device))
-                code[index].copy_(stored.values)
-                assert stored.scales is not None, "rows were just quantised"
-                scale[index].copy_(stored.scales[0])
+        for stacks, codes, scales in ((self.host_a, self.a, self.a_scales), (self.host_b, self.b, self.b_scales)):
+            for s, (stack, code) in enumerate(zip(stacks, codes, strict=True)):
+                matrix = stack[index, 0].to(self.device)
+                if self.format is Format.NVFP4:
+                    stored = quantize_nvfp4_ref(matrix)
+                    assert stored.global_scale is not None, "NVFP4 carries a global scale"
+                    scales[len(stacks) + s][index : index + 1].copy_(stored.global_scale)
+                else:
+                    stored = quantize_rows_ref(matrix)
+                assert stored.scales is not None, "both formats carry scales"
+                code[index, 0].copy_(stored.values)
+                scales[s][index].copy_(stored.scales)

@@ -12,6 +12,7 @@ Paths of `lora_linear`:
     decode           `kernels.lora_decode`: prologue and GEMM in two overlapping launches, up to 32 tokens
     hybrid           shrink, vendor GEMM, expand-add, one after another
     hybrid_streams   the shrink on a second stream, beside the GEMM
+    fused            K1 (quantise and shrink), then K2 over the tokens in adapter order, any number of them
     vendor           the vendor GEMM, then vLLM's own LoRA kernels (not on a CPU)
 With W8A16 there is one: shrink, then one GEMM that adds the up-projection. With batch_invariant=1 there is one too, which runs for
 batches without adapters as well (`kernels.batch_invariant`).
@@ -35,9 +36,11 @@ import torch
 from epilora.errors import UnsupportedKernel
 from epilora.kernels import batch_invariant, w8a16
 from epilora.kernels import lora_expand as beside
+from epilora.kernels.fused_lora_gemm import fused_lora_gemm
 from epilora.kernels.lora_decode import MAX_TOKENS, DecodeWorkspace, config_for, lora_decode
 from epilora.kernels.lora_expand import TokenGroups
 from epilora.quant.formats import Format, ScaleAxis, format_of_torch_dtype
+from epilora.quant.nvfp4 import BLOCK
 from epilora.quant.operand import Operand
 
 from . import direct
@@ -56,6 +59,7 @@ class Path(StrEnum):
     VENDOR = "vendor"
     MATCHED = "matched"
     INVARIANT = "invariant"
+    FUSED = "fused"
 
 
 PATHS = tuple(Path)
@@ -139,7 +143,8 @@ class Call:
 
     x: [M, K], 16 bit. codes, x_scale: x in FP8 and one scale a token, where vLLM's compiler quantised it; else None.
     weight: [K, N] e4m3 with strides (1, K). weight_scale: fp32, one or N values. bias: [N] or None.
-    lora_a, lora_b: per slice [L, 1, R, K] and [L, 1, N_s, R], x's dtype; or e4m3 with a_scales [L, R] and b_scales [L, N_s].
+    lora_a, lora_b: per slice [L, 1, R, K] and [L, 1, N_s, R], x's dtype; or e4m3 with a_scales [L, R] and b_scales [L, N_s]; or NVFP4
+    (uint8, two codes a byte) with a_scales and b_scales: the S block scales (e4m3 [L, ., . / 16]), then the S global ones (fp32 [L]).
     token_slots: [>= M] int32, the slot of each token, vLLM's `token_lora_mapping`; batch: the description it belongs to.
     """
 
@@ -160,7 +165,8 @@ class Call:
     def key(self) -> tuple[int, ...]:
         """What the choice of a path depends on, beside the number of tokens."""
         a, b = self.lora_a[0], self.lora_b[0]
-        return (*self.weight.shape, len(self.lora_a), b.shape[-2], a.shape[0], a.shape[-2], a.element_size())
+        bits = 4 if a.dtype == torch.uint8 else 8 * a.element_size()
+        return (*self.weight.shape, len(self.lora_a), b.shape[-2], a.shape[0], a.shape[-2], bits)
 
     def adapters(self) -> tuple[list[Operand], list[Operand]]:
         """(A, B) per slice as operands."""
@@ -173,6 +179,12 @@ class Call:
 
 
 def _operands(stacks: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Operand]:
+    if stacks[0].dtype == torch.uint8:
+        parts = zip(stacks, scales[: len(stacks)], scales[len(stacks) :], strict=True)
+        return [
+            Operand(s.squeeze(1), Format.NVFP4, ScaleAxis.BLOCK, scale, block=(1, BLOCK), global_scale=whole)
+            for s, scale, whole in parts
+        ]
     if scales:
         pairs = zip(stacks, scales, strict=True)
         return [Operand(s.squeeze(1), Format.FP8_E4M3, ScaleAxis.CHANNEL, scale) for s, scale in pairs]
@@ -326,6 +338,23 @@ def stock_lora(y: torch.Tensor, call: Call) -> torch.Tensor:
     return y
 
 
+def _fused(call: Call, mode: Mode) -> torch.Tensor:
+    M, K = call.x.shape
+    a, b = call.adapters()
+    shrink, _ = _tiles(call)
+    how, groups = _implementation(call.x), call.batch.groups
+    codes, x_scale, wanted = call.codes, call.x_scale, None
+    if codes is None or x_scale is None:
+        codes = torch.empty(M, K, dtype=torch.float8_e4m3fn, device=call.x.device)
+        x_scale = torch.empty(M, 1, dtype=torch.float32, device=call.x.device)
+        wanted = (codes, x_scale)
+    h = beside.lora_shrink_grouped(call.x, a, groups, quantize_to=wanted, config=shrink, implementation=how)
+    return fused_lora_gemm(
+        codes, x_scale, call.base(), h.permute(0, 2, 1, 3), b, call.token_slots, sorted_tokens=groups.sorted_tokens,
+        active_lora_ids=groups.active_slots, bias=call.bias, out_dtype=call.x.dtype, implementation=how,
+    )  # fmt: skip
+
+
 def _vendor(call: Call, mode: Mode) -> torch.Tensor:
     return stock_lora(vendor_gemm(mode.vendor, call), call)
 
@@ -360,22 +389,50 @@ _RUN: dict[Path, Callable[[Call, Mode], torch.Tensor]] = {
     Path.VENDOR: _vendor,
     Path.MATCHED: _matched,
     Path.INVARIANT: _invariant,
+    Path.FUSED: _fused,
 }
+
+
+def paths_for(
+    capability: tuple[int, int] | None,
+    M: int,
+    *,
+    matched: bool = False,
+    batch_invariant: bool = False,
+    stored: bool = False,
+) -> list[Path]:
+    """Paths for M tokens, the default first; which of them is fastest is timed.
+
+    capability: the GPU's compute capability, None on a CPU. matched: 16-bit activations (one fused path on every GPU). stored: slots in
+    FP8 or NVFP4, which vLLM's own kernels do not read. Before 9.0 (Ada) there is no programmatic launch for the decode path, and the
+    vendor's FP8 GEMM is slow for few tokens: K1 and K2 come first at every size.
+    """
+    if batch_invariant:
+        return [Path.INVARIANT]
+    if matched:
+        return [Path.MATCHED]
+    found = [Path.HYBRID_STREAMS, Path.HYBRID] if M >= 64 else [Path.HYBRID, Path.HYBRID_STREAMS]
+    if capability is not None and capability < (9, 0):
+        found.insert(0, Path.FUSED)
+    if M <= MAX_TOKENS:
+        found.insert(0, Path.DECODE)  # before 9.0 the same two steps as Triton kernels
+    if capability is not None and not stored:
+        found.append(Path.VENDOR)
+    return found
 
 
 def candidates(call: Call, mode: Mode) -> list[Path]:
     """The paths that could run these arguments, the default for their number of tokens first."""
-    if mode.batch_invariant:
-        return [Path.INVARIANT]
-    if mode.matched:
-        return [Path.MATCHED]
-    M, on_gpu = call.x.shape[0], call.x.device.type == "cuda"
-    found = [Path.HYBRID_STREAMS, Path.HYBRID] if M >= 64 else [Path.HYBRID, Path.HYBRID_STREAMS]
-    if M <= MAX_TOKENS:
-        found.insert(0, Path.DECODE)
-    if on_gpu and not call.a_scales:
-        found.append(Path.VENDOR)
-    return found
+    return paths_for(
+        capability_of(call.x.device), call.x.shape[0], matched=bool(mode.matched), batch_invariant=bool(mode.batch_invariant),
+        stored=bool(call.a_scales),
+    )  # fmt: skip
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU, None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def execute(path: Path, call: Call, mode: Mode) -> torch.Tensor:

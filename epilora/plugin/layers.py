@@ -27,10 +27,10 @@ from epilora.kernels.cpu_reference import ACCUMULATE_DTYPE, w8a16_linear
 
 from .counters import CALLS
 from .cpu_lora import NO_ROWS, RowGroups, add_lora, group_rows
-from .settings import Kind, Settings, settings_of
+from .settings import SLOT_FORMATS, Kind, Settings, settings_of
 
 if TYPE_CHECKING:
-    from .gpu_lora import Decision, Fp8Slots
+    from .gpu_lora import Decision, StoredSlots
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class EpiloraLinear:
     _epilora_mode = 0  # of the operators, see gpu_ops.Mode
     _epilora_ranks: list[list[int]]  # [slice][slot], CPU kind only
     _epilora_a: torch.Tensor  # [L, S * R, K], CPU kind only
-    _epilora_fp8: Fp8Slots | None = None
+    _epilora_stored: StoredSlots | None = None  # slots in FP8 or NVFP4
 
     def create_lora_weights(self, max_loras: int, *args: Any, **kwargs: Any) -> None:
         super().create_lora_weights(max_loras, *args, **kwargs)  # type: ignore[misc]
@@ -184,7 +184,7 @@ class EpiloraLinear:
         layer.lora_a_stacked = tuple(part.unsqueeze(1) for part in self._epilora_a.split(widths, dim=1))
 
     def _epilora_create_op(self, parallel_config: Any) -> None:
-        from .gpu_lora import Fp8Slots, decide
+        from .gpu_lora import StoredSlots, decide
 
         layer: Any = self
         chosen: Decision = decide(
@@ -200,10 +200,11 @@ class EpiloraLinear:
                 f"EPILORA_BATCH_INVARIANT=1: {getattr(layer.base_layer, 'prefix', '') or type(layer).__name__} cannot run it:"
                 f" {chosen.reason}; unset it, or use an FP8 base (quantization='fp8_per_channel')"
             )
-        if chosen.kind is not Kind.STOCK and self._epilora_settings.adapters == "fp8":
-            slots = Fp8Slots(layer.lora_a_stacked, layer.lora_b_stacked, layer.lora_a_stacked[0].device)
+        fmt = SLOT_FORMATS.get(self._epilora_settings.adapters)
+        if chosen.kind is not Kind.STOCK and fmt is not None:
+            slots = StoredSlots(fmt, layer.lora_a_stacked, layer.lora_b_stacked, layer.lora_a_stacked[0].device)
             layer.lora_a_stacked, layer.lora_b_stacked = slots.host_a, slots.host_b
-            self._epilora_fp8 = slots
+            self._epilora_stored = slots
 
     def _epilora_refuse(self) -> None:
         """A layer is left to vLLM: an error if that is not allowed, else one log line a reason."""
@@ -228,8 +229,8 @@ class EpiloraLinear:
         if layer.lora_a_stacked[0].device.type == "cpu" and self._epilora_settings.path == "op":
             describe_batch(punica_wrapper, layer.lora_config.max_loras)
         problem = meta_problem(punica_wrapper)
-        if problem and self._epilora_fp8 is not None:
-            raise UnsupportedKernel(f"adapters=fp8: {problem}; use adapters=16bit")
+        if problem and self._epilora_stored is not None:
+            raise UnsupportedKernel(f"adapters={self._epilora_settings.adapters}: {problem}; use adapters=16bit")
         if problem:
             self._epilora_kind, self._epilora_reason = Kind.STOCK, problem
             self._epilora_refuse()
@@ -242,26 +243,26 @@ class EpiloraLinear:
         super().reset_lora(index)  # type: ignore[misc]
         for ranks in self._epilora_ranks:
             ranks[index] = 0
-        if self._epilora_fp8 is not None:
-            self._epilora_fp8.store(index)
+        if self._epilora_stored is not None:
+            self._epilora_stored.store(index)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         super().set_lora(index, lora_a, lora_b)  # type: ignore[misc]
         if self._epilora_kind is Kind.CPU:
             for ranks, b_LNR in zip(self._epilora_ranks, self.lora_b_stacked, strict=True):  # type: ignore[attr-defined]
                 ranks[index] = _used_rank(b_LNR[index, 0])
-        if self._epilora_fp8 is not None:
+        if self._epilora_stored is not None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # copies from the GPU into the host stacks may be under way
-            self._epilora_fp8.store(index)
+            self._epilora_stored.store(index)
 
     def _epilora_adapters(self) -> tuple[Any, ...]:
         """The operators' adapter arguments and the mapping that names the batch description."""
         layer: Any = self
-        slots = self._epilora_fp8
+        slots = self._epilora_stored
         stacks: tuple[Any, ...] = (layer.lora_a_stacked, layer.lora_b_stacked, (), ())
         if slots is not None:
-            stacks = (slots.codes_a, slots.codes_b, slots.scales_a, slots.scales_b)
+            stacks = (slots.a, slots.b, slots.a_scales, slots.b_scales)
         return (*[list(part) for part in stacks], layer.punica_wrapper.token_mapping_meta.token_lora_mapping)
 
     def _epilora_quantise(self, x_MK: torch.Tensor) -> tuple[Any, Any]:

@@ -3,9 +3,9 @@
 | key | variable | values | default |
 |---|---|---|---|
 | activations | | w8a8, w8a16 | w8a8 |
-| path | EPILORA_PATH | auto, decode, hybrid, hybrid_streams, vendor, stock, op (CPU: the GPU's code in plain torch) | auto |
+| path | EPILORA_PATH | auto, decode, hybrid, hybrid_streams, fused, vendor, stock, op (CPU: the GPU's code in plain torch) | auto |
 | quantise | EPILORA_QUANTISE | graph (vLLM's, fused by its compiler), op (in our kernels) | graph |
-| adapters | EPILORA_ADAPTERS | 16bit, fp8 (slots stored in FP8, one scale a row) | 16bit |
+| adapters | EPILORA_ADAPTERS | 16bit, fp8 (slots stored in FP8, one scale a row), nvfp4 (NVFP4; rank and features multiples of 16) | 16bit |
 | require | EPILORA_REQUIRE | 0, 1 (an error instead of a layer left to vLLM) | 0 |
 | batch_invariant | EPILORA_BATCH_INVARIANT | 0, 1 (one order of sums at every batch size) | 0 |
 | timed | EPILORA_TIMED | 0, 1 (time the paths at load) | 1 |
@@ -21,13 +21,16 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from epilora.quant.formats import Format
+
 ACTIVATIONS = ("w8a8", "w8a16")
-PATHS = ("auto", "decode", "hybrid", "hybrid_streams", "vendor", "stock", "op")
+SLOT_FORMATS = {"fp8": Format.FP8_E4M3, "nvfp4": Format.NVFP4}  # of slots that are not 16-bit
+PATHS = ("auto", "decode", "hybrid", "hybrid_streams", "fused", "vendor", "stock", "op")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "activations": ACTIVATIONS,
     "path": PATHS,
     "quantise": ("graph", "op"),
-    "adapters": ("16bit", "fp8"),
+    "adapters": ("16bit", *SLOT_FORMATS),
     "require": ("0", "1"),
     "batch_invariant": ("0", "1"),
     "timed": ("0", "1"),
@@ -87,8 +90,8 @@ def settings_of(vllm_config: Any, environment: Mapping[str, str] | None = None) 
             raise ValueError(f"{origin}={value!r}; allowed are {', '.join(ALLOWED[field.name])}")
         values[field.name] = text == "1" if field.type == "bool" else text
     found = Settings(**values)
-    if found.adapters == "fp8" and found.path in ("vendor", "stock"):
+    if found.adapters in SLOT_FORMATS and found.path in ("vendor", "stock"):
         raise ValueError(
-            f"adapters=fp8 with path={found.path}: vLLM's own kernels read 16-bit slots; allowed are {', '.join(p for p in PATHS if p not in ('vendor', 'stock'))}"
+            f"adapters={found.adapters} with path={found.path}: vLLM's own kernels read 16-bit slots; allowed are {', '.join(p for p in PATHS if p not in ('vendor', 'stock'))}"
         )
     return found

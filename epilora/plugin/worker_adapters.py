@@ -169,7 +169,7 @@ class AdapterExtension:
         manager.remove_adapter(int_id)
         layers = self._epilora_lora_layers().values()
         if all(layer.lora_a_stacked[0].is_cuda and layer.tp_size == 1 for layer in layers) and not any(
-            getattr(layer, "_epilora_fp8", None) for layer in layers
+            getattr(layer, "_epilora_stored", None) for layer in layers
         ):
             self._epilora_write(int_id, renamed)
         else:

@@ -1,9 +1,11 @@
 """FP8 with one fp32 scale per 128 x 128 block of a weight and per 1 x 128 group of an activation (DeepSeek's and Qwen's checkpoints).
 
-    scale = max(amax / 448, 1 / (448 * 512)),   code = e4m3(clamp(x / scale, -448, 448))
+    scale = max(amax / 448, smallest),   code = e4m3(clamp(x / scale, -448, 448))
 
-The smallest scale and the true division are those of vLLM's `QuantFP8` for groups, whose codes and scales
-`quantize_groups_ref` gives bit for bit. A matrix whose sides are no multiples of 128 has narrower blocks at its end.
+Both divisions are true ones. vLLM has two smallest scales for groups: its CUDA op `per_token_group_fp8_quant` takes amax as at least
+1e-10 (`OP_SMALLEST_SCALE`), `QuantFP8` in plain torch 1 / (448 * 512) (`NATIVE_SMALLEST_SCALE`); only groups whose magnitudes stay
+below 1 / 512 tell them apart. `quantize_groups_ref` gives either's codes and scales bit for bit. The op's clamp turns a quotient that is
+NaN into -448. A matrix whose sides are no multiples of 128 has narrower blocks at its end.
 
 Legend: M tokens, N out features, K in features. Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.
 """
@@ -12,20 +14,27 @@ from __future__ import annotations
 
 import torch
 
-from .formats import Format, ScaleAxis
+from .formats import E4M3_MAX, E4M3_MIN_SCALE, Format, ScaleAxis
 from .operand import Operand
 from .reference import encode_e4m3, scale_of_amax
 
 BLOCK = 128
+OP_SMALLEST_SCALE = float(torch.tensor(1e-10) / torch.tensor(E4M3_MAX))
+NATIVE_SMALLEST_SCALE = E4M3_MIN_SCALE
 
 
-def quantize_groups_ref(x: torch.Tensor, group: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_groups_ref(
+    x: torch.Tensor, group: int = BLOCK, *, smallest_scale: float = OP_SMALLEST_SCALE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations by groups of K: (codes [M, K] float8_e4m3fn, scales [M, ceil(K / group)] fp32) of x [M, K], any float dtype."""
     M, K = x.shape
-    padded = torch.nn.functional.pad(x, (0, -K % group)).view(M, -1, group)
-    scales = scale_of_amax(padded.abs().amax(dim=-1))
-    codes = encode_e4m3(padded, scales[..., None]).view(M, -1)[:, :K]
-    return codes.contiguous(), scales
+    padded = torch.nn.functional.pad(x.float(), (0, -K % group)).view(M, -1, group)
+    magnitude = padded.abs()
+    amax = torch.where(torch.isnan(magnitude), torch.zeros_like(magnitude), magnitude).amax(dim=-1)
+    scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(smallest_scale)
+    limit = torch.tensor(E4M3_MAX, device=x.device)
+    codes = torch.fmin(torch.fmax(padded / scales[..., None], -limit), limit).to(torch.float8_e4m3fn)
+    return codes.view(M, -1)[:, :K].contiguous(), scales
 
 
 def quantize_blocks_ref(weight: torch.Tensor, block: int = BLOCK) -> Operand:

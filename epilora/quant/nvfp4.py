@@ -16,6 +16,8 @@ Sources: NVIDIA, "Pretraining large language models with NVFP4" (arXiv 2509.2514
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .formats import E4M3_MAX, FACTS, Format, ScaleAxis
@@ -97,6 +99,21 @@ def with_block_scales(x: torch.Tensor, scales: torch.Tensor, global_scale: torch
     blocks = x.float().view(x.shape[0], -1, BLOCK) * inverse_step[..., None]
     codes = encode_e2m1(blocks.clamp(-E2M1_MAX, E2M1_MAX)).flatten(-2)
     return Operand(pack_e2m1(codes), Format.NVFP4, ScaleAxis.BLOCK, scales, block=(1, BLOCK), global_scale=global_scale)
+
+
+def quantize_nvfp4_stack_ref(stack: torch.Tensor) -> Operand:
+    """NVFP4 operand of an adapter stack [L, R, K] (or [L, N, R]), every slot under a global scale of its own."""
+    return stack_operands([quantize_nvfp4_ref(matrix) for matrix in stack])
+
+
+def stack_operands(matrices: Sequence[Operand]) -> Operand:
+    """One operand [L, N, K] of L NVFP4 matrices of equal shape."""
+    scales = [m.scales for m in matrices if m.scales is not None]
+    whole = [m.global_scale for m in matrices if m.global_scale is not None]
+    values = torch.stack([m.values for m in matrices])
+    return Operand(
+        values, Format.NVFP4, ScaleAxis.BLOCK, torch.stack(scales), block=(1, BLOCK), global_scale=torch.cat(whole)
+    )
 
 
 def reciprocal(x: torch.Tensor) -> torch.Tensor:

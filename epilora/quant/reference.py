@@ -70,7 +70,7 @@ def quantize_rows_ref(stack: torch.Tensor) -> Operand:
 
 
 def dequantize(operand: Operand) -> torch.Tensor:
-    """The real values in fp32, same shape (NVFP4: unpacked). Raises ValueError for an axis the format does not have."""
+    """The real values in fp32, same shape (NVFP4: unpacked); stacks too, but for FP8 in blocks."""
     if operand.format is Format.NVFP4:
         return _dequantize_nvfp4(operand)
     values = operand.values.float()
@@ -95,5 +95,5 @@ def _dequantize_nvfp4(operand: Operand) -> torch.Tensor:
     values = table[codes]
     assert operand.scales is not None, "NVFP4 always carries block scales"
     scales = operand.scales.float().repeat_interleave(16, dim=-1)[..., : values.shape[-1]]
-    whole = operand.global_scale.float().reshape(()) if operand.global_scale is not None else 1.0
-    return values * scales * whole
+    assert operand.global_scale is not None, "NVFP4 always carries a global scale"
+    return values * scales * operand.global_scale.float().reshape(*values.shape[:-2], 1, 1)

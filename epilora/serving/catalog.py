@@ -74,7 +74,10 @@ class Catalog:
         )
 
     async def resolve(self, model: str, tenant: TenantConfig, info: EngineInfo) -> AdapterVersion | None:
-        """The version a model name means for this tenant, None for the base. Raises AdapterNotFound, BaseMismatch."""
+        """The version a model name means for this tenant (an accepted copy in its adapter_dtype, if there is one), None for the base.
+
+        Raises AdapterNotFound, BaseMismatch.
+        """
         ref = parse_model(model, self._fleet.base_names(info))
         if ref.adapter is None:
             if not tenant.base:
@@ -93,7 +96,10 @@ class Catalog:
                 f"{version.ref} was trained on base codes {version.base_digest[:12]}, this engine holds"
                 f" {info.base_digest[:12]}; ask the operator to allow other_precision, or train it on this base"
             )
-        return version
+        if tenant.adapter_dtype == "bf16":
+            return version
+        asked = self._store.call("stored_as", version.digest, info.base_digest, tenant.adapter_dtype)
+        return await bounded(asked, "store", self._control_s) or version
 
     async def _not_found(self, model: str, tenant: TenantConfig, info: EngineInfo) -> AdapterNotFound:
         names = await bounded(self._store.names(sees(tenant)), "store", self._control_s)

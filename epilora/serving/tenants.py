@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from epilora.errors import Unauthorized
+from epilora.types import check_adapter_dtype
 
 _SCHEME = "hmac-sha256"
 _HASH = re.compile(r"hmac-sha256:[0-9a-f]{16,64}:[0-9a-f]{64}")
@@ -39,7 +40,8 @@ class TenantConfig:
     weight: its share under contention, relative to others. p99_ttft_ms: latency promise that rollouts yield to, 0 for
     none.
     max_adapters, max_adapter_bytes: what it may keep in the store. other_precision: may it be served an adapter that
-    was trained on other codes of the same model. admin: may it load, promote and delete anybody's adapters.
+    was trained on other codes of the same model. adapter_dtype: "bf16", or "fp8" or "nvfp4": copies in that format are served in place
+    of the adapters, where the quality gate accepted one. admin: may it load, promote and delete anybody's adapters.
     """
 
     name: str
@@ -54,6 +56,7 @@ class TenantConfig:
     max_adapters: int = 0
     max_adapter_bytes: int = 0
     other_precision: bool = False
+    adapter_dtype: str = "bf16"
     admin: bool = False
 
     def __post_init__(self) -> None:
@@ -64,6 +67,7 @@ class TenantConfig:
                 raise ValueError(
                     f"tenant {self.name}: a key hash is not {_SCHEME}:<salt>:<hmac>; make it with hash_key(key)"
                 )
+        check_adapter_dtype(self.adapter_dtype, f"tenant {self.name}: ")
         if self.weight <= 0:
             raise ValueError(f"tenant {self.name}: weight={self.weight}; it must be above 0")
         for limit in ("requests_per_min", "tokens_per_min", "concurrency", "p99_ttft_ms", "max_adapters"):

@@ -7,6 +7,7 @@ pointers   the history of what each name pointed at, for rollback
 pins       digest x holder: content that gc must keep
 owners     tenants that own names ("" owns the shared ones)
 probes     what a loaded version was measured to do (log-probabilities of a fixed prompt, drift on another precision)
+conversions  low-precision copies of a version: digest of the copy, and whether the quality gate accepted it on one base
 audit      one row per change, written in the same transaction as the change
 meta       schema_version, store_id (random, made once)
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _DDL = """
 CREATE TABLE contents(
@@ -59,6 +60,15 @@ CREATE TABLE audit(
 );
 """
 
+# What a database of the version before lacks, by version. No reference to contents: a copy may be collected.
+_ADDED = {
+    2: """CREATE TABLE conversions(
+    original TEXT NOT NULL, base_digest TEXT NOT NULL, adapter_dtype TEXT NOT NULL, copy TEXT NOT NULL, accepted INTEGER NOT NULL,
+    at_s REAL NOT NULL, report TEXT NOT NULL,
+    PRIMARY KEY(original, base_digest, adapter_dtype)
+) WITHOUT ROWID"""
+}
+
 
 def connect(path: Path) -> sqlite3.Connection:
     """A connection in autocommit mode (transactions are begun by hand), waiting up to 60 s for other writers."""
@@ -71,7 +81,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def ensure_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in one transaction, or check that they are of a version this code knows.
+    """Create the tables in one transaction, or bring an older database's up to this code's version.
 
     Raises RuntimeError for a database written by newer code.
     """
@@ -83,7 +93,7 @@ def ensure_schema(connection: sqlite3.Connection, path: Path) -> None:
             for statement in _DDL.split(";"):
                 if statement.strip():
                     connection.execute(statement)
-            connection.execute("INSERT INTO meta VALUES('schema_version', ?)", (str(SCHEMA_VERSION),))
+            connection.execute("INSERT INTO meta VALUES('schema_version', '1')")
             connection.execute("INSERT INTO owners VALUES('', strftime('%s','now'))")
         connection.execute("INSERT OR IGNORE INTO meta VALUES('store_id', lower(hex(randomblob(16))))")
         found = int(connection.execute("SELECT value FROM meta WHERE key='schema_version'").fetchone()[0])
@@ -92,6 +102,9 @@ def ensure_schema(connection: sqlite3.Connection, path: Path) -> None:
                 f"adapter store {path} has schema version {found}; this code knows up to {SCHEMA_VERSION}."
                 " Upgrade EpiLoRA, or point store.root at another folder"
             )
+        for version in range(found + 1, SCHEMA_VERSION + 1):
+            connection.execute(_ADDED[version])
+        connection.execute("UPDATE meta SET value=? WHERE key='schema_version'", (str(SCHEMA_VERSION),))
         connection.execute("COMMIT")
     except BaseException:
         connection.execute("ROLLBACK")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from epilora.errors import AdapterNotFound, AdapterRejected
-from epilora.types import AdapterSpec, AdapterVersion
+from epilora.types import AdapterSpec, AdapterVersion, check_adapter_dtype
 
 from .collect import collect
 from .database import COLUMNS, Database, spec_of, version_of
@@ -421,6 +421,54 @@ class AdapterStore:
             .fetchone()
         )
         return None if row is None else json.loads(row[0])
+
+    def record_conversion(
+        self,
+        original: str,
+        base_digest: str,
+        adapter_dtype: str,
+        copy: str,
+        *,
+        accepted: bool,
+        report: Mapping[str, Any],
+        actor: str = "",
+    ) -> None:
+        """Keep what the quality gate found of a low-precision copy (digest `copy`) of version `original` on one base.
+
+        adapter_dtype: "fp8" or "nvfp4". Replaces an earlier finding. Raises ValueError for another adapter_dtype.
+        """
+        check_adapter_dtype(adapter_dtype)
+        with self.database.write() as db:
+            row = (original, base_digest, adapter_dtype, copy, int(accepted), time.time(), json.dumps(dict(report)))
+            db.execute("INSERT OR REPLACE INTO conversions VALUES(?,?,?,?,?,?,?)", row)
+            self._step("db:conversion")
+            detail = {"base_digest": base_digest, "adapter_dtype": adapter_dtype, "copy": copy, "accepted": accepted}
+            self.database.audit(db, actor, "conversion", ("", "", None, original), detail)
+
+    def conversion(self, original: str, base_digest: str, adapter_dtype: str) -> dict[str, Any] | None:
+        """What was recorded: {"copy": digest, "accepted": bool, "report": {...}}; None if nothing was."""
+        row = (
+            self.database.connection()
+            .execute(
+                "SELECT copy, accepted, report FROM conversions WHERE original=? AND base_digest=? AND adapter_dtype=?",
+                (original, base_digest, adapter_dtype),
+            )
+            .fetchone()
+        )
+        return None if row is None else {"copy": row[0], "accepted": bool(row[1]), "report": json.loads(row[2])}
+
+    def stored_as(self, original: str, base_digest: str, adapter_dtype: str) -> AdapterVersion | None:
+        """The copy that may be served in place of `original`: accepted by the gate on this base, and still here. None: serve the
+        original. adapter_dtype "bf16" has no copies. Raises ValueError for one that is unknown.
+        """
+        check_adapter_dtype(adapter_dtype)
+        found = self.conversion(original, base_digest, adapter_dtype)
+        if found is None or not found["accepted"]:
+            return None
+        copies = self.database.select(
+            self.database.connection(), "WHERE v.digest=? ORDER BY v.id LIMIT 1", (found["copy"],)
+        )
+        return copies[0] if copies else None
 
     def note(
         self,

@@ -210,3 +210,24 @@ def test_what_is_given_up_before_it_was_sent_is_never_sent() -> None:
         assert engine.calls == [1, 1]
 
     run(scenario)
+
+
+def test_a_stream_that_ends_while_a_call_is_on_its_way_is_opened_again_at_once() -> None:
+    class Ends(Engine):
+        ended = False
+
+        async def answers(self, router: str) -> AsyncIterator[list[channel.Answer]]:  # type: ignore[override]
+            if not self.ended:  # as when the idle time was over just before the call came
+                self.ended = True
+                return
+            async for batch in super().answers(router):
+                yield batch
+
+    async def scenario() -> None:
+        engine = Ends()
+        engine.go.set()
+        router, carrier = opened(engine)
+        assert (await router.generate([ask("r")]))[0].text == "r"
+        assert carrier.opened == 2
+
+    run(scenario)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
+from epilora.quant.block_fp8 import quantize_blocks_ref
 from epilora.quant.formats import Format, ScaleAxis
+from epilora.quant.nvfp4 import quantize_nvfp4_ref, quantize_nvfp4_stack_ref
 from epilora.quant.operand import Operand
 from epilora.quant.reference import quantize_rows_ref, quantize_weight_ref
 
@@ -58,19 +61,32 @@ def problem(
     axis=ScaleAxis.CHANNEL,
     bias=False,
     fp8=False,
+    nvfp4=False,
 ) -> Problem:
-    """Random inputs from a fixed seed; weights have unequal rows so that a wrong scale shows."""
+    """Random inputs from a fixed seed; axis: of the base's scales, or Format.NVFP4. Weights have unequal rows, NVFP4 slots unequal global scales, so that a wrong scale shows."""
     g = torch.Generator().manual_seed(M * 7919 + K + R)
 
     def rand(*size):
         return torch.randn(*size, generator=g)
 
     N = sum(widths)
-    weight = quantize_weight_ref(rand(N, K) * torch.linspace(0.5, 2.0, N)[:, None] * 0.05, axis)
-    weight = Operand(weight.values.to(device), weight.format, weight.axis, weight.scales.to(device))
+    real = rand(N, K) * torch.linspace(0.5, 2.0, N)[:, None] * 0.05
+    if axis is Format.NVFP4:
+        weight = quantize_nvfp4_ref(real * torch.linspace(0.25, 4.0, K)[None, :])
+        weight = dataclasses.replace(weight, global_scale=weight.global_scale.to(device))
+    elif axis is ScaleAxis.BLOCK:
+        weight = quantize_blocks_ref(real * torch.linspace(0.25, 4.0, K)[None, :])
+    else:
+        weight = quantize_weight_ref(real, axis)
+    weight = dataclasses.replace(weight, values=weight.values.to(device), scales=weight.scales.to(device))
 
     def stack(*size):
         values = (rand(*size) * 0.1).to(dtype)
+        if nvfp4:
+            q = quantize_nvfp4_stack_ref(values * torch.logspace(-1, 1, size[0])[:, None, None])
+            return dataclasses.replace(
+                q, values=q.values.to(device), scales=q.scales.to(device), global_scale=q.global_scale.to(device)
+            )
         if fp8:
             q = quantize_rows_ref(values)
             return Operand(q.values.to(device), q.format, q.axis, q.scales.to(device))

@@ -15,7 +15,20 @@ from epilora.kernels.cuda import driver
 
 SCRIPT = pathlib.Path(__file__).parent / "compile_decode.py"
 SHARED_LIMIT = {89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-KERNELS = {"quantize", "shrink", "shrink_fp8", "k2_few", "k2_fp8", "k2_many", "k2_base"}
+KERNELS = {
+    "quantize",
+    "shrink",
+    "shrink_fp8",
+    "shrink_nvfp4",
+    "k2_few",
+    "k2_fp8",
+    "k2_nvfp4",
+    "k2_many",
+    "k2_base",
+    "quantize_groups",
+    "quantize_nvfp4",
+    *(f"k2_{base}_{tokens}" for base in ("block", "nvfp4") for tokens in (16, 512)),
+}
 MAX_STACK_BYTES = 256  # K2's loop over the adapters of a tile keeps a few words there on some targets
 
 
@@ -30,12 +43,15 @@ def test_triton_kernels_compile(cc):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert {row["kernel"] for row in rows} == KERNELS
+    native = {"k2_nvfp4_native_16", "k2_nvfp4_native_512"} if cc in (100, 120) else set()
+    assert {row["kernel"] for row in rows} == KERNELS | native
     for row in rows:
         print(row)
         assert row["registers"] <= 255, row
         assert row["stack"] <= MAX_STACK_BYTES, row
         assert row["shared"] <= SHARED_LIMIT[cc], row
+        if "native" in row["kernel"]:
+            assert any("kind::mxf4nvf4.block_scale" in product for product in row["mma"]), row
 
 
 MMA, WGMMA = dc.DecodeConfig(), dc.DecodeConfig(k_warps=1, wgmma=True)

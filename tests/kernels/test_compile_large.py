@@ -18,11 +18,16 @@ KERNELS = {
     "shrink_large_fp8",
     "expand_small",
     "expand_large",
+    "shrink_nvfp4",
+    "expand_nvfp4",
+    "w8a16_nvfp4",
     "w8a16_decode",
     "w8a16_eight",
     "w8a16_wide",
     "train_dx",
     "widen_panel",
+    *(f"{what}_{base}" for what in ("dx", "panel") for base in ("block", "nvfp4")),
+    *(f"w16_{base}_{tokens}" for base in ("block", "nvfp4") for tokens in (1, 4096)),
 }
 
 
@@ -37,7 +42,8 @@ def test_compiles_without_spills(cc):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    wanted = KERNELS | ({"w8a16_default", "train_dx_default"} if cc in (90, 100) else set())
+    wanted = KERNELS | ({"w16_block_16", "w16_nvfp4_16"} if cc == 90 else set())
+    wanted |= {"w8a16_default", "train_dx_default"} if cc in (90, 100) else set()
     assert {row["kernel"] for row in rows} == wanted
     for row in rows:
         print(row)

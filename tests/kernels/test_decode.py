@@ -110,6 +110,26 @@ def test_lora_decode_fp8_adapters(M, K, widths, R, implementation, device, dtype
     assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
 
 
+@pytest.mark.parametrize("implementation", [i for i in IMPLEMENTATIONS if i != "cuda"])
+@pytest.mark.parametrize("stored", ["", "fp8", "nvfp4"])
+@pytest.mark.parametrize("axis", [ScaleAxis.CHANNEL, ScaleAxis.BLOCK])
+def test_lora_decode_every_base_with_every_adapter(axis, stored, implementation, device, dtype):
+    kind = {stored: True} if stored else {}
+    p = problem(9, 272, (48, 64, 16), 32, 4, kind="mixed", dtype=dtype, device=device, axis=axis, **kind)
+    y = lora_decode(p.x, p.weight, *p.lora, workspace=workspace(device, 272, p), implementation=implementation)
+    assert rms_ratio(y, lora_decode_ref(p.x, p.weight, *p.lora)) < LIMIT[dtype]
+    base = lora_decode(p.x, p.weight, workspace=workspace(device, 272, p), implementation=implementation)
+    assert torch.equal(base[p.slots < 0], y[p.slots < 0])
+
+
+@pytest.mark.gpu
+def test_lora_decode_cuda_refuses_other_formats(device, dtype):
+    for options, why in (({"axis": ScaleAxis.BLOCK}, "a scale a block"), ({"nvfp4": True}, "stored in nvfp4")):
+        p = problem(2, 256, (32,), 16, 2, kind="one", dtype=dtype, device=device, **options)
+        with pytest.raises(UnsupportedKernel, match=why):
+            lora_decode(p.x, p.weight, *p.lora, workspace=workspace(device, 256, p), implementation="cuda")
+
+
 def test_lora_decode_rejects(device, dtype):
     p = problem(4, 64, (32,), 16, 3, kind="one", dtype=dtype, device=device)
     ws = workspace(device, 64, p)

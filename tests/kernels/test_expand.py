@@ -54,9 +54,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("M", "K", "widths", "R", "L", "kind"), CASES)
-@pytest.mark.parametrize("fp8", [False, True], ids=["adapters16", "adapters_fp8"])
-def test_shrink_then_expand_matches_fp32(M, K, widths, R, L, kind, fp8, device, dtype):
-    p = problem(M, K, widths, R, L, kind=kind, dtype=dtype, device=device, fp8=fp8)
+@pytest.mark.parametrize("stored", ["16bit", "fp8", "nvfp4"])
+def test_shrink_then_expand_matches_fp32(M, K, widths, R, L, kind, stored, device, dtype):
+    if stored == "nvfp4":
+        K, R = -(-K // 16) * 16, -(-R // 16) * 16
+    p = problem(M, K, widths, R, L, kind=kind, dtype=dtype, device=device, fp8=stored == "fp8", nvfp4=stored == "nvfp4")
     groups = stale(group_tokens(p.slots, L), M, 3)
     live = p.slots >= 0
     block_r = min(64, max(16, 1 << (R - 1).bit_length()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epilora.kernels.quantize import quantize, quantize_ref
+from epilora.kernels.quantize import quantize, quantize_groups, quantize_ref
+from epilora.quant.block_fp8 import NATIVE_SMALLEST_SCALE, OP_SMALLEST_SCALE, quantize_groups_ref
 
 
 def same(x: torch.Tensor) -> None:
@@ -47,6 +48,44 @@ def test_quantize_strided_rows_and_empty_batch(device):
     codes, scale = quantize(x[:0])
     assert codes.shape == (0, 128)
     assert scale.shape == (0, 1)
+
+
+@pytest.mark.parametrize("smallest", [OP_SMALLEST_SCALE, NATIVE_SMALLEST_SCALE], ids=["op", "native"])
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("M", "K"), [(1, 64), (3, 576), (2, 4096), (4, 5000)])
+def test_quantize_groups(M, K, source, smallest, device):
+    x = torch.randn(M, K, device=device) * torch.logspace(-6, 3, M, device=device)[:, None]
+    x[:, K // 2 :] *= 1e-3
+    x[-1, :40] = 0
+    if M > 1:
+        x[1, :3] = torch.tensor([float("nan"), float("inf"), 1.0])
+    x = x.to(source)
+    codes, scale = quantize_groups(x, smallest_scale=smallest)
+    ref_codes, ref_scale = quantize_groups_ref(x, smallest_scale=smallest)
+    assert scale.shape == (M, -(-K // 128))
+    assert torch.equal(scale.cpu(), ref_scale.cpu())
+    assert torch.equal(codes.view(torch.uint8).cpu(), ref_codes.view(torch.uint8).cpu())
+
+
+def test_quantize_groups_smallest_scales_and_refusals(device):
+    zeros = torch.zeros(2, 256, dtype=torch.float16, device=device)
+    assert quantize_groups(zeros)[1].unique().item() == pytest.approx(1e-10 / 448, rel=1e-6)
+    with pytest.raises(ValueError, match=r"scale_out is \(2, 1\); needed: contiguous \(2, 2\)"):
+        quantize_groups(zeros, scale_out=torch.zeros(2, 1, device=device))
+    assert quantize_groups(zeros[:0])[1].shape == (0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16])
+def test_quantize_groups_equals_vllm_op(source, device):
+    fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    x = (torch.randn(65, 4096, device=device) * torch.logspace(-7, 3, 65, device=device)[:, None]).to(source)
+    x[3] = 0
+    want, want_scale = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=False)
+    codes, scale = quantize_groups(x)
+    assert torch.equal(scale, want_scale)
+    assert torch.equal(codes.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_quantize_rejects(device):

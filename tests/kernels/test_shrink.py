@@ -8,6 +8,7 @@ from kernel_cases import problem, rms_ratio
 
 from epilora.kernels.lora_shrink import ShrinkConfig, lora_shrink, lora_shrink_ref, valid_slots_ref
 from epilora.kernels.quantize import quantize_ref
+from epilora.quant.block_fp8 import quantize_groups_ref
 
 SENTINEL = 12345.0
 
@@ -42,6 +43,28 @@ def test_lora_shrink_fp8_adapters(device, dtype):
     p = problem(4, 96, (16, 16), 16, 3, kind="distinct", dtype=dtype, device=device, fp8=True)
     h = lora_shrink(p.x, p.lora_a, p.slots)
     assert rms_ratio(h.sum(0), lora_shrink_ref(p.x, p.lora_a, p.slots)) < 1e-5
+
+
+def test_lora_shrink_quantises_by_groups(device, dtype):
+    p = problem(5, 320, (16,), 16, 3, kind="mixed", dtype=dtype, device=device)
+    codes = torch.zeros(5, 320, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.zeros(5, 3, device=device)
+    p.x[:, 128:] *= 0.1
+    lora_shrink(p.x, p.lora_a, p.slots, quantize_to=(codes, scale), quantize_by_groups=True)
+    ref_codes, ref_scale = quantize_groups_ref(p.x)
+    assert torch.equal(codes.view(torch.uint8).cpu(), ref_codes.view(torch.uint8).cpu())
+    assert torch.equal(scale.cpu(), ref_scale.cpu())
+    with pytest.raises(ValueError, match=r"quantize_to\[1\] is \(5, 3\); needed: contiguous, 5 values"):
+        lora_shrink(p.x, p.lora_a, p.slots, quantize_to=(codes, scale))
+
+
+@pytest.mark.parametrize(("M", "K", "R", "L"), [(1, 64, 16, 1), (17, 208, 48, 5)])
+def test_lora_shrink_nvfp4_adapters(M, K, R, L, device, dtype):
+    p = problem(M, K, (16, 16), R, L, kind="distinct", dtype=dtype, device=device, nvfp4=True)
+    h = lora_shrink(p.x, p.lora_a, p.slots, config=ShrinkConfig(splits=3, groups=2, block_m=16, block_k=64))
+    ref = lora_shrink_ref(p.x, p.lora_a, p.slots)
+    for row in range(M):  # slots differ in size: each row against its own
+        assert rms_ratio(h.sum(0)[:, row], ref[:, row]) < 1e-5
 
 
 def test_lora_shrink_nobody_active(device, dtype):

@@ -10,7 +10,6 @@ from epilora.kernels import training
 from epilora.kernels.training import (
     MODES,
     DxConfig,
-    dequantise,
     dx_config_for,
     is_legal_dx,
     lora_grads,
@@ -21,8 +20,8 @@ from epilora.kernels.training import (
     train_forward_ref,
 )
 from epilora.kernels.w8a16 import W8A16Config
-from epilora.quant.formats import ScaleAxis
-from epilora.quant.reference import quantize_weight_ref
+from epilora.quant.formats import Format, ScaleAxis
+from epilora.quant.reference import dequantize, quantize_weight_ref
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 FORWARD = W8A16Config(32, 32, 64, True, 1, 8, 4, 2)
@@ -43,16 +42,19 @@ def rms(out: torch.Tensor, ref: torch.Tensor) -> float:
         (37, 96, (48, 16, 20), 8, ScaleAxis.CHANNEL),
         (33, 128, (64,), 64, ScaleAxis.TENSOR),
         (1, 64, (32, 32), 16, ScaleAxis.CHANNEL),
+        (37, 200, (128, 32), 8, ScaleAxis.BLOCK),
+        (33, 304, (160,), 16, Format.NVFP4),
+        (5, 64, (48, 16), 8, Format.NVFP4),
     ],
 )
 def test_forward_and_dx_err_no_more_than_twice_sixteen_bit_torch(
     mode, M, K, widths, R, axis, device, dtype, monkeypatch
 ):
-    monkeypatch.setattr(training, "PANEL_BYTES", 128 * 128 * 2)
+    monkeypatch.setattr(training, "PANEL_BYTES", 128 * 320 * 2)
     training._panels.clear()
     p = problem(M, K, widths, R, 1, kind="one", dtype=dtype, device=device, axis=axis)
     a, b = adapter(p)
-    wide = dequantise(p.weight).to(dtype)
+    wide = dequantize(p.weight).to(dtype)
     dy = torch.randn(M, sum(widths), device=device).to(dtype)
     y, h = train_forward(p.x, p.weight, a, b, mode=mode, config=FORWARD)
     plain = p.x @ wide.t() + torch.cat([(p.x @ ai.t()) @ bi.t() for ai, bi in zip(a, b, strict=True)], dim=1)
@@ -72,10 +74,15 @@ def test_forward_and_dx_err_no_more_than_twice_sixteen_bit_torch(
     [DxConfig(64, 64, 32, True, 4, 4, 2), DxConfig(32, 64, 32, False, 4, 4, 2, use_tma=True)],
     ids=["swap", "tma"],
 )
-def test_other_orientations_of_dx(config, device, dtype):
-    p = problem(70, 96, (64, 32), 8, 1, kind="one", dtype=dtype, device=device)
+@pytest.mark.parametrize("axis", [ScaleAxis.CHANNEL, ScaleAxis.BLOCK, Format.NVFP4])
+def test_other_orientations_of_dx(config, axis, device, dtype):
+    p = problem(70, 96, (64, 96), 8, 1, kind="one", dtype=dtype, device=device, axis=axis)
     a, b = adapter(p)
-    dy = torch.randn(70, 96, device=device).to(dtype)
+    dy = torch.randn(70, 160, device=device).to(dtype)
+    if axis is Format.NVFP4 and config.use_tma:
+        with pytest.raises(ValueError, match="is not legal for N=160, K=96"):
+            train_dx(dy, p.weight, a, b, config=config)
+        return
     dx, _ = train_dx(dy, p.weight, a, b, config=config)
     assert rms(dx, train_dx_ref(dy, p.weight, a, b)) <= 8 * torch.finfo(dtype).eps
 

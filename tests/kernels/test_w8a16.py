@@ -3,9 +3,11 @@ name."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from kernel_cases import problem
+from kernel_cases import SIXTEEN, problem
 
 from epilora.errors import UnsupportedKernel
 from epilora.kernels import w8a16
@@ -33,8 +35,16 @@ WIDE = W8A16Config(128, 64, 64, True, 1, 8, 4, 2)
         (TMA, 33, 128, (64,), ScaleAxis.CHANNEL, False),
         (PLAIN, 33, 100, (40, 24), ScaleAxis.CHANNEL, True),
         (WIDE, 130, 96, (70,), ScaleAxis.CHANNEL, False),
+        (SWAP, 3, 208, (160,), ScaleAxis.BLOCK, True),
+        (SPLIT, 5, 288, (48, 112), ScaleAxis.BLOCK, False),
+        (TMA, 33, 256, (192,), ScaleAxis.BLOCK, False),
+        (PLAIN, 33, 144, (130,), ScaleAxis.BLOCK, True),
+        (SWAP, 3, 208, (40,), Format.NVFP4, True),
+        (SPLIT, 5, 288, (48, 20), Format.NVFP4, False),
+        (PLAIN, 33, 144, (40, 24), Format.NVFP4, True),
+        (WIDE, 130, 128, (70,), Format.NVFP4, False),
     ],
-    ids=["swap_m1", "swap_tensor_bias", "split_ragged", "split_even", "tma", "plain_ragged", "wide_clamped"],
+    ids=str,
 )
 def test_gemm_matches_fp32(config, M, K, widths, axis, bias, device, dtype):
     p = problem(M, K, widths, 8, 2, kind="none", dtype=dtype, device=device, axis=axis, bias=bias)
@@ -45,13 +55,32 @@ def test_gemm_matches_fp32(config, M, K, widths, axis, bias, device, dtype):
     assert error.max() <= EPS[dtype] * want.abs().max(), f"worst at {divmod(int(error.argmax()), y.shape[1])}"
 
 
-@pytest.mark.parametrize("config", [SPLIT, PLAIN], ids=["swap", "plain"])
-@pytest.mark.parametrize(("kind", "R", "fp8"), [("mixed", 8, False), ("distinct", 64, True), ("none", 16, False)])
-def test_adapters_in_the_epilogue(config, kind, R, fp8, device, dtype):
-    M, K, widths, L = 13, 128, (40, 24, 16), 4  # 40 and 24: slices meet inside a tile
-    p = problem(M, K, widths, R, L, kind=kind, dtype=dtype, device=device, fp8=fp8)
+@pytest.mark.parametrize("axis", [ScaleAxis.BLOCK, Format.NVFP4])
+@pytest.mark.parametrize("stored", ["", "nvfp4"])
+def test_adapters_over_block_scaled_and_nvfp4_bases(axis, stored, device, dtype):
+    M, K, widths, R, L = 13, 256, (40, 120), 16, 4
+    p = problem(
+        M, K, widths, R, L, kind="mixed", dtype=dtype, device=device, axis=axis, **({stored: True} if stored else {})
+    )
     groups = group_tokens(p.slots, L)
-    h = lora_shrink_grouped(p.x, p.lora_a, groups, config=ShrinkConfig(16, max(16, R), 64, 2, 4, 2))
+    h = lora_shrink_grouped(p.x, p.lora_a, groups)
+    y = w8a16_gemm(p.x, p.weight, lora=LoraTerm(h, p.lora_b, p.slots, groups))
+    want = w8a16_gemm_ref(p.x, p.weight, lora=LoraTerm(h.nan_to_num(0.0), p.lora_b, p.slots, groups))
+    error = (y.float() - want).abs()
+    assert error.max() <= EPS[dtype] * want.abs().max(), f"worst at {divmod(int(error.argmax()), y.shape[1])}"
+    assert torch.equal(y[p.slots < 0], w8a16_gemm(p.x, p.weight)[p.slots < 0])
+
+
+@pytest.mark.parametrize("config", [SPLIT, PLAIN], ids=["swap", "plain"])
+@pytest.mark.parametrize(
+    ("kind", "R", "stored"),
+    [("mixed", 8, ""), ("distinct", 64, "fp8"), ("none", 16, ""), ("distinct", 16, "nvfp4"), ("mixed", 48, "nvfp4")],
+)
+def test_adapters_in_the_epilogue(config, kind, R, stored, device, dtype):
+    M, K, widths, L = 13, 128, (40, 24, 16), 4  # 40 and 24: slices meet inside a tile
+    p = problem(M, K, widths, R, L, kind=kind, dtype=dtype, device=device, **({stored: True} if stored else {}))
+    groups = group_tokens(p.slots, L)
+    h = lora_shrink_grouped(p.x, p.lora_a, groups, config=ShrinkConfig(16, 64 if R > 16 else 16, 64, 2, 4, 2))
     slots = torch.cat([p.slots, torch.full((3,), 2**30, dtype=torch.int32, device=device)])  # longer than the batch
     if kind == "none":
         slots[:M] = 1  # stale positive slots, as vLLM leaves them when nobody has an adapter
@@ -101,21 +130,26 @@ def test_default_configs_are_legal():
     for M in (1, 9, 16, 17, 33, 65, 200, 4096):
         for N in (192, 4096, 6144, 24576, 29568):
             for K in (64, 576, 1536, 4096, 12288, 29568):
-                assert is_legal_w8a16(w8a16_config_for(M, N, K), N, K), (M, N, K)
+                for kind in (None, ScaleAxis.BLOCK, Format.NVFP4):
+                    for shared in (227 * 1024, 99 * 1024):
+                        config = w8a16_config_for(M, N, K, shared, kind)
+                        assert is_legal_w8a16(config, N, K, shared, kind), (M, N, K, kind, config)
 
 
 def test_bad_arguments_are_refused_by_name(device, dtype):
     p = problem(4, 64, (32,), 8, 2, kind="one", dtype=dtype, device=device, bias=True)
     out = torch.zeros(4, 32, dtype=dtype, device=device)
-    nvfp4 = Operand(
-        torch.zeros(32, 32, dtype=torch.uint8, device=device),
-        Format.NVFP4,
-        ScaleAxis.BLOCK,
-        torch.zeros(32, 4, device=device).to(torch.float8_e4m3fn),
-        (1, 16),
-    )
-    with pytest.raises(UnsupportedKernel, match=r"weight is nvfp4 with axis=block; allowed: fp8_e4m3"):
-        w8a16_gemm(p.x, nvfp4, out=out)
+    plain = Operand(torch.zeros(32, 64, dtype=dtype, device=device), SIXTEEN[dtype])
+    with pytest.raises(UnsupportedKernel, match=r"weight is fp16 with axis=none; allowed: fp8_e4m3 with .*, nvfp4"):
+        w8a16_gemm(p.x, plain, out=out)
+    base = problem(4, 64, (32,), 8, 2, kind="one", dtype=dtype, device=device, axis=Format.NVFP4).weight
+    with pytest.raises(ValueError, match=r"weight \(32, 64\) does not fit x \(4, 32\)"):
+        w8a16_gemm(p.x[:, :32].contiguous(), base, out=out)
+    swizzled = dataclasses.replace(base, scales=base.scales.t().contiguous().t())
+    with pytest.raises(ValueError, match=r"weight has scales with strides \(1, 32\)"):
+        w8a16_gemm(p.x, swizzled, out=out)
+    with pytest.raises(ValueError, match="is not legal"):
+        w8a16_gemm(p.x, base, out=out, config=TMA)
     with pytest.raises(ValueError, match=r"weight \(32, 64\) does not fit x \(4, 48\)"):
         w8a16_gemm(p.x[:, :48].contiguous(), p.weight, out=out)
     with pytest.raises(ValueError, match="bias is"):

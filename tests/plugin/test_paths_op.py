@@ -7,9 +7,10 @@ from epilora.errors import UnsupportedKernel
 from epilora.plugin import gpu_ops
 from epilora.plugin.gpu_ops import PATHS, Mode, Path
 from epilora.quant.formats import ScaleAxis
+from epilora.quant.nvfp4 import quantize_nvfp4_stack_ref
 from epilora.quant.reference import dequantize, quantize_per_token_ref, quantize_rows_ref, quantize_weight_ref
 
-L, R, K, WIDTHS = 3, 8, 32, (48, 16, 16)
+L, R, K, WIDTHS = 3, 16, 32, (48, 16, 16)
 MAPPINGS = {
     "one": [2],
     "none": [-1, -1],
@@ -30,7 +31,7 @@ def meta_of(slots, room=128):
     return meta
 
 
-def arguments(slots, *, dtype=torch.bfloat16, fp8=False, axis=ScaleAxis.CHANNEL, bias=True, codes=True, padding=0):
+def arguments(slots, *, dtype=torch.bfloat16, stored="16bit", axis=ScaleAxis.CHANNEL, bias=True, codes=True, padding=0):
     g = torch.Generator().manual_seed(len(slots))
 
     def rand(*size):
@@ -42,10 +43,13 @@ def arguments(slots, *, dtype=torch.bfloat16, fp8=False, axis=ScaleAxis.CHANNEL,
     a = [(rand(L, 1, R, K) * 0.3).to(dtype) for _ in WIDTHS]
     b = [(rand(L, 1, n, R) * 0.3).to(dtype) for n in WIDTHS]
     scales = ([], [])
-    if fp8:
-        stored = [[quantize_rows_ref(s.squeeze(1)) for s in side] for side in (a, b)]
-        a, b = ([o.values.unsqueeze(1) for o in side] for side in stored)
-        scales = tuple([o.scales for o in side] for side in stored)
+    if stored != "16bit":
+        quantise = quantize_rows_ref if stored == "fp8" else quantize_nvfp4_stack_ref
+        held = [[quantise(s.squeeze(1)) for s in side] for side in (a, b)]
+        a, b = ([o.values.unsqueeze(1) for o in side] for side in held)
+        scales = tuple(
+            [o.scales for o in side] + [o.global_scale for o in side if o.global_scale is not None] for side in held
+        )
     meta = meta_of(slots)
     quantised = quantize_per_token_ref(x) if codes else (None, None)
     return (
@@ -84,12 +88,12 @@ def error(y, want):
     return float((y.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("path", [None, Path.DECODE, Path.HYBRID, Path.HYBRID_STREAMS])
-@pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
+@pytest.mark.parametrize("path", [None, Path.DECODE, Path.HYBRID, Path.HYBRID_STREAMS, Path.FUSED])
+@pytest.mark.parametrize("stored", ["16bit", "fp8", "nvfp4"])
 @pytest.mark.parametrize("name", MAPPINGS)
-def test_every_path_adds_the_rows_own_adapter(name, fp8, path):
+def test_every_path_adds_the_rows_own_adapter(name, stored, path):
     slots = MAPPINGS[name]
-    given = arguments(slots, fp8=fp8)
+    given = arguments(slots, stored=stored)
     call = call_of(given)
     want, base = exact(call, slots)
     y = torch.ops.epilora.lora_linear(*given, forced(path))
@@ -230,3 +234,21 @@ def test_shapes_without_running():
 
 def test_tiles_are_chosen_for_powers_of_two():
     assert [gpu_ops.bucket(M) for M in (1, 2, 3, 17, 32, 33, 512, 8000)] == [1, 2, 4, 32, 32, 64, 512, 8192]
+
+
+def test_which_paths_a_gpu_has():
+    ada, hopper, blackwell = (8, 9), (9, 0), (12, 0)
+    few, many = [Path.DECODE, Path.HYBRID, Path.HYBRID_STREAMS], [Path.HYBRID_STREAMS, Path.HYBRID]
+    for M in (1, 32):
+        assert gpu_ops.paths_for(ada, M) == [Path.DECODE, Path.FUSED, Path.HYBRID, Path.HYBRID_STREAMS, Path.VENDOR]
+        assert gpu_ops.paths_for(hopper, M) == gpu_ops.paths_for(blackwell, M) == [*few, Path.VENDOR]
+        assert gpu_ops.paths_for(hopper, M, stored=True) == few
+    for M in (64, 8192):
+        assert gpu_ops.paths_for(ada, M) == [Path.FUSED, *many, Path.VENDOR]
+        assert gpu_ops.paths_for(ada, M, stored=True) == [Path.FUSED, *many]
+        assert gpu_ops.paths_for(hopper, M) == [*many, Path.VENDOR]
+    assert gpu_ops.paths_for(ada, 33)[0] is Path.FUSED
+    for capability in (None, ada, hopper):
+        assert gpu_ops.paths_for(capability, 5, matched=True) == [Path.MATCHED]
+        assert gpu_ops.paths_for(capability, 5, matched=True, batch_invariant=True) == [Path.INVARIANT]
+    assert gpu_ops.paths_for(None, 5) == few

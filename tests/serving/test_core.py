@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -111,6 +112,26 @@ def test_an_answer_under_another_adapter_is_withheld(tmp_path: Path) -> None:
     reply = run(parts.complete(model="tone"))
     assert (reply.status, error(reply)["code"]) == (500, "wrong_adapter")
     assert run(parts.complete()).status == 200
+
+
+def test_a_tenant_is_served_accepted_copies_in_its_own_format(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, tenants=[TenantConfig("acme", adapter_dtype="nvfp4"), TenantConfig("bolt")])
+    original, copy = parts.publish("tone", 1), parts.publish("tone.nvfp4", 2)
+    record = functools.partial(
+        parts.store.store.record_conversion, original.digest, original.base_digest, "nvfp4", copy.digest, report={}
+    )
+    served = {}
+    for accepted in (None, False, True):
+        if accepted is not None:
+            record(accepted=accepted)
+        for tenant in ("acme", "bolt"):
+            reply = run(parts.complete(key=f"{tenant}-key", model="tone"))
+            assert reply.status == 200, error(reply)
+            served[tenant, accepted] = reply.headers["x-epilora-digest"]
+    assert served.pop(("acme", True)) == copy.digest
+    assert set(served.values()) == {original.digest}
+    with pytest.raises(ValueError, match=r"tenant x: adapter_dtype='fp4'; allowed: bf16, fp8, nvfp4"):
+        TenantConfig("x", adapter_dtype="fp4")
 
 
 def test_a_slot_that_reads_back_wrong_is_not_used(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_newer_schema_is_refused(tmp_path: Path) -> None:
     connection.execute("UPDATE meta SET value='99' WHERE key='schema_version'")
     connection.commit()
     connection.close()
-    with pytest.raises(RuntimeError, match=r"schema version 99; this code knows up to 1\. Upgrade"):
+    with pytest.raises(RuntimeError, match=r"schema version 99; this code knows up to 2\. Upgrade"):
         AdapterStore(tmp_path)
 
 

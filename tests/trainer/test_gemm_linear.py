@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from epilora.quant.block_fp8 import quantize_blocks_ref
 from epilora.quant.formats import Format, ScaleAxis
+from epilora.quant.nvfp4 import quantize_nvfp4_ref
 from epilora.quant.operand import Operand
 from epilora.quant.reference import dequantize, quantize_weight_ref
 from epilora.trainer.attach import MappedBase
@@ -34,7 +36,9 @@ def operand(kind: str) -> Operand:
     weight = torch.randn(N, K, device=DEVICE)
     if kind == "16 bit":
         return Operand(weight.to(DTYPE), Format.BF16 if DTYPE is torch.bfloat16 else Format.FP16)
-    return quantize_weight_ref(weight, ScaleAxis(kind))
+    if kind == "nvfp4":
+        return quantize_nvfp4_ref(weight)
+    return quantize_blocks_ref(weight) if kind == "block" else quantize_weight_ref(weight, ScaleAxis(kind))
 
 
 def pair(seed: int) -> LoraPair:
@@ -48,7 +52,7 @@ def layer(weight: Operand, mode: str, *segments: Segment, bias: torch.Tensor | N
 
 
 @pytest.mark.parametrize("mode", ["panel", "registers"])
-@pytest.mark.parametrize("kind", ["channel", "tensor", "16 bit"])
+@pytest.mark.parametrize("kind", ["channel", "tensor", "block", "nvfp4", "16 bit"])
 def test_gradients_equal_autograd_on_the_dequantised_weight(kind: str, mode: str) -> None:
     weight, adapter = operand(kind), pair(2)
     bias = torch.linspace(-1, 1, N, device=DEVICE).to(DTYPE)

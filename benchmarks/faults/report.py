@@ -27,7 +27,6 @@ def table(document: dict[str, Any]) -> str:
             f"| {name} | {row['faults']} | {row['in_flight']} | {back} | {slowest} | {asked} | {row['failed_requests']} "
             f"| {row['cut_streams']} | {row['steps_lost']} |"
         )
-    equal = {1: "equal to", 0: "NOT equal to", None: "not compared yet with"}[summary["resumed_bit_equal"]]
     lines += [
         "",
         f"{summary['faults']} faults, {summary['in_flight']} of them with an RL step, a publish or a stream in flight; "
@@ -36,10 +35,22 @@ def table(document: dict[str, Any]) -> str:
         f"{summary['cut_streams']} streams were cut after their first token, {summary['cut_without_event']} of them without an error "
         f"event. Of {summary['acknowledged_versions']} versions the store had confirmed {summary['lost_versions']} were lost. "
         f"{summary['leaks']} faults leaked a placement group, a GPU or an actor; after {summary['files_left']} a dead engine's file was still in "
-        f"shared memory. The RL run's checkpoints are {equal} those of a run "
-        "without faults.",
+        f"shared memory. {_compared(document)}",
     ]
     return "\n".join(lines)
+
+
+def _compared(document: dict[str, Any]) -> str:
+    """What the RL run's checkpoints said, in a sentence."""
+    rows = [row for row in document["rows"] if row["case"] == "resumed"]
+    if not rows:
+        return "The RL run was not compared yet with one without faults."
+    row = rows[0]
+    equal = "differ in some steps from" if row["differing"] else "are byte for byte"
+    return (
+        f"Of the RL run's {row['faulted_steps']} steps {row['steps']} checkpoints (the initial one among them) were compared: they "
+        f"{equal} those of a run without faults."
+    )
 
 
 def write(document: dict[str, Any]) -> None:

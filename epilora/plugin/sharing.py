@@ -139,17 +139,22 @@ def weight_entries(
 
 
 def _locked_file(path: str) -> int:
-    """Descriptor of a new file that is locked before it has its name; the lock is held while this process lives."""
+    """Descriptor of a new file that is locked before it has its name; the lock is held while this process lives.
+
+    Renamed, not linked anew: the kernel then lists this process's mappings under `path` (epilora/memory.py counts those).
+    Raises FileExistsError.
+    """
     unnamed = f"{path}.new"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.link(unnamed, path)
+        if os.path.exists(path):
+            raise FileExistsError(f"{path} exists; a base's file has a name of its own")
+        os.rename(unnamed, path)
     except BaseException:
+        os.unlink(unnamed)
         os.close(descriptor)
         raise
-    finally:
-        os.unlink(unnamed)
     return descriptor
 
 

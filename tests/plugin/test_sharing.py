@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from epilora.errors import MemoryInfeasible
+from epilora.memory import mapping_report
 from epilora.plugin.sharing import PAGE_BYTES, SharedFile, SharedTensor, drop_pages, remove_abandoned
 
 SHM = "/dev/shm"
@@ -39,6 +40,14 @@ def test_bytes_offsets_and_entries(path):
     shared.unlink()
     assert not os.path.exists(path)
     assert torch.equal(shared.views[1], table)  # the mapping outlives the name
+
+
+def test_the_kernel_lists_its_mapping_under_its_name(path):
+    shared = SharedFile(path, [SharedTensor(torch.ones(4))])
+    assert shared.views[0].sum() == 4  # its page is there
+    report = mapping_report(path)
+    assert ([m.pid for m in report.mappings], report.copies, report.read_only) == ([os.getpid()], 1.0, True)
+    shared.unlink()
 
 
 def test_a_write_faults(path):

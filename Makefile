@@ -43,7 +43,8 @@ serve: $(STAMP) $(model_$(MODEL))
 test: $(STAMP)
 	@$(PY) scripts/run_tests.py $(ARGS)
 
-test-full: $(STAMP)
+# The slow tests of the trainer read SmolLM2.
+test-full: $(STAMP) $(SMOLLM2)
 	@$(PY) scripts/run_tests.py --slow --record benchmarks/results/test_full.json $(ARGS)
 
 test-kernels test-jobs test-main test-actors test-rest: test-%: $(STAMP)

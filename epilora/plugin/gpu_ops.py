@@ -107,13 +107,14 @@ class Batch:
         return self.groups.active_slots
 
 
-_batches: dict[int, Batch] = {}
+# by the address of a mapping, which is held beside its description: a freed one's address could become another tensor's
+_batches: dict[int, tuple[torch.Tensor, Batch]] = {}
 
 
 def register_batch(meta: Any, *, exact_count: bool = False) -> torch.Tensor:
     """Make a LoRAKernelMeta known; returns its `token_lora_mapping`, which names it in calls.
 
-    exact_count: vLLM's `specialize_active_lora`. Registered again (a new engine at an old address): replaced.
+    exact_count: vLLM's `specialize_active_lora`. Registered again: replaced.
     """
     count = meta.num_active_loras_cpu if exact_count else meta.default_num_active_loras_cpu
     groups = TokenGroups(
@@ -122,8 +123,9 @@ def register_batch(meta: Any, *, exact_count: bool = False) -> torch.Tensor:
         meta.num_tokens_per_lora,
         meta.lora_token_start_loc,
     )
-    _batches[meta.token_lora_mapping.data_ptr()] = Batch(groups, meta.no_lora_flag_cpu, count)
-    return meta.token_lora_mapping
+    mapping = meta.token_lora_mapping
+    _batches[mapping.data_ptr()] = mapping, Batch(groups, meta.no_lora_flag_cpu, count)
+    return mapping
 
 
 def batch_of(token_slots: torch.Tensor) -> Batch:
@@ -134,7 +136,7 @@ def batch_of(token_slots: torch.Tensor) -> Batch:
             f"epilora operator: token_slots at {token_slots.data_ptr():#x} belongs to no registered batch description; "
             "give the whole token_lora_mapping of a LoRAKernelMeta that register_batch has seen"
         )
-    return found
+    return found[1]
 
 
 @dataclass(frozen=True, slots=True)

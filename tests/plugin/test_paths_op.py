@@ -1,5 +1,8 @@
 """The operators against stock arithmetic and fp32, one projection at a time, in plain torch."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -185,6 +188,13 @@ def test_a_mapping_that_nobody_registered_is_refused():
     given[-1] = torch.zeros(8, dtype=torch.int32)
     with pytest.raises(KeyError, match=r"no registered batch description.*register_batch"):
         torch.ops.epilora.lora_linear(*given, forced(None))
+
+
+def test_a_registered_mapping_keeps_its_address():
+    """A freed one's could become another tensor's, whose tokens would then get adapters of a batch long gone."""
+    held = weakref.ref(gpu_ops.register_batch(meta_of([0, 1])))
+    gc.collect()
+    assert held() is not None
 
 
 def test_a_decode_path_gives_way_above_its_limit(monkeypatch):

@@ -87,13 +87,14 @@ def _matched_problem(layer: torch.nn.Module) -> str | None:
     return None
 
 
-def match_activations(model: torch.nn.Module, activations: str) -> int:
+def match_activations(model: torch.nn.Module, activations: str, quantization: str | None) -> int:
     """Give every FP8 linear layer of a loaded model the requested activations; returns how many were switched.
 
-    Raises UnsupportedKernel if one cannot be switched (naming it), or if w8a16 is asked of a model without FP8 layers:
-    a model never runs half matched in silence.
+    quantization: what vLLM resolved for the model; None is a base in 16 or 32 bits, which rounds no activations anyway.
+    Raises UnsupportedKernel if a layer cannot be switched (naming it), or if w8a16 is asked of a quantised model without FP8
+    layers: a model never runs half matched in silence.
     """
-    if activations == "w8a8":
+    if activations == "w8a8" or quantization is None:
         return 0
     switched = 0
     for name, layer in model.named_modules():
@@ -112,7 +113,8 @@ def match_activations(model: torch.nn.Module, activations: str) -> int:
         switched += 1
     if not switched:
         raise UnsupportedKernel(
-            "activations=w8a16: the model has no FP8 linear layer; set quantization='fp8_per_channel'"
+            f"activations=w8a16: the model, quantization {quantization!r}, has no FP8 linear layer; allowed are FP8 and unquantised "
+            "bases; set quantization='fp8_per_channel', or activations=w8a8 for what vLLM does"
         )
     return switched
 

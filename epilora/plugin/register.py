@@ -188,7 +188,7 @@ def _install_matched() -> None:
     @functools.wraps(stock)
     def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         model = stock(self, vllm_config, *args, **kwargs)
-        match_activations(model, requested_activations(vllm_config))
+        match_activations(model, requested_activations(vllm_config), vllm_config.model_config.quantization)
         return model
 
     BaseModelLoader.load_model = load_model  # type: ignore[method-assign]

@@ -145,9 +145,12 @@ def test_every_fp8_layer_is_switched_or_none(main_engine, new_engine, monkeypatc
         new_engine()
 
 
-def test_matched_needs_an_fp8_base(new_engine):
-    with pytest.raises(UnsupportedKernel, match="no FP8 linear layer"):
-        new_engine(quantization=None)
+def test_matched_needs_a_base_in_fp8_or_unquantised(new_engine):
+    from epilora.plugin.layers import match_activations
+
+    assert new_engine(quantization=None)._rpc("epilora_activations") == {}
+    with pytest.raises(UnsupportedKernel, match=r"quantization 'awq', has no FP8 linear layer"):
+        match_activations(torch.nn.Linear(2, 2), "w8a16", "awq")
     with pytest.raises(ValueError, match=r"w8a32.*w8a8, w8a16"):
         new_engine(activations="w8a32")
 

@@ -43,7 +43,7 @@ def test_keys_are_issued_rotated_and_revoked(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["acme", "wieght=2"], "'wieght=2': allowed are adapters, base"),
+        (["acme", "wieght=2"], "'wieght=2': allowed are adapter_dtype, adapters, base"),
         (["acme", "weight=0"], "weight=0; it must be above 0"),
         (["acme", "admin=true"], "'admin=true': allowed are"),
         (["a/b"], "tenant name 'a/b'"),

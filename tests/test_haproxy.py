@@ -94,13 +94,13 @@ import httpx, openai, ray
 from ray import serve
 from actors.adapter_store import start_store
 from actors.router import build_app
-from tests.actors.fake_engine import FakeEngine
+from tests.actors.fake_engine import CONTEXT, FakeEngine
 
 root, port = sys.argv[1], int(sys.argv[2])
 ray.init(address="local", namespace="epilora", num_cpus=2, include_dashboard=False, log_to_driver=False,
          object_store_memory=100 << 20)
 store, seen = start_store(root), {}
-engine = FakeEngine.options(name="base", namespace="epilora", max_concurrency=1000).remote(token_s=0.01)
+engine = FakeEngine.options(name="base", namespace="epilora", max_concurrency=1000).remote(token_s=0.05)
 serve.start(http_options={"host": "127.0.0.1", "port": port})
 serve.run(build_app({"engines": "base", "tenants": [{"name": "acme", "key": "acme-key"}]}), name="router", route_prefix="/")
 url, key = f"http://127.0.0.1:{port}", {"authorization": "Bearer acme-key"}
@@ -125,7 +125,9 @@ with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeo
 for name, given in (("no_key", {}), ("key", key)):
     answer = httpx.post(f"{url}/v1/completions", json={"model": "ghost", "prompt": "hi"}, headers=given)
     seen[name] = [answer.status_code, answer.json()["error"]["code"]]
-with httpx.stream("POST", f"{url}/v1/completions", json={**body, "prompt": "hold still"}, headers=key, timeout=30) as answer:
+# HAProxy takes a closed connection for half closed until it writes to it: who has left is noticed at the next token
+long = {**body, "prompt": "hi", "max_tokens": CONTEXT - 2}
+with httpx.stream("POST", f"{url}/v1/completions", json=long, headers=key, timeout=30) as answer:
     next(answer.iter_lines())
 deadline = time.monotonic() + 30
 while ray.get(engine.seen.remote())["running"] and time.monotonic() < deadline:

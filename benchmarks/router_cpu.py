@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ports import free_port
 from benchmarks.quickstart_cpu import cpu_model
 from epilora.fairness.counters import jain
 from jobs.statistics import percentile
@@ -42,12 +42,6 @@ FIGURES = (
     "worst_p99_over_solo", "rl_on_p99_over_off", "rl_rate_over_solo", "malformed_adapters", "malformed_requests", "soak_s",
     "soak_growth_mib_per_h", "soak_is_flat", "hammer_s", "hammer_answers", "hammer_mixed_or_lost",
 )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ import ray
 from ray import serve
 
 from actors.channel import AnswersInBatches
+from benchmarks.ports import free_port
 from benchmarks.simulate_engine import LinearSteps
 from epilora.adapters.slots import SlotMap
 from epilora.serving import probe
@@ -355,9 +355,7 @@ def _one_run(seed: int, folder: str) -> list[dict[str, Any]]:
         engines = [actor.options(name=name, namespace=NAMESPACE).remote(name) for name in engine_names]
         ray.get([engine.info.remote() for engine in engines])
         ray.get(start_store(folder, host_cache_bytes=SMALL.host_bytes).ready.remote())
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = int(free.getsockname()[1])
+        port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         tenants = [
             {"name": f"t{i}", "key_hashes": [hash_key(f"t{i}-key", salt="ab" * 8)]} for i in range(SMALL.tenants)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,18 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.ports import free_port
 from tests.serving.operators_port import operators_port
 from tests.serving.serving_parts import Parts
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "deploy" / "haproxy.cfg"
 pytestmark = pytest.mark.slow  # needs the programs haproxy and openssl
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def haproxy_program() -> str:

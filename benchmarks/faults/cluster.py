@@ -20,16 +20,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors.adapter_store import NAMESPACE
+from benchmarks.ports import free_port
 
 LABEL = "ray.io/accelerator-type"
 HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 5}
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def redis_binary() -> str:

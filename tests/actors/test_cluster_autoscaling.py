@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from actors.adapter_store import NAMESPACE
 from actors.engine_pool import BaseRequest, get_or_create_pool
 from actors.placement import Choice
 from actors.scaling import ScalingLimits
+from benchmarks.ports import free_port
 from epilora.errors import PlacementInfeasible
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
@@ -41,17 +41,11 @@ def node_type(kind: str, gpus: int, most: int, **resources: float) -> dict[str, 
     }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
-
-
 class Head:
     """A Ray head with the fake provider, all of whose processes end with `stop`."""
 
     def __init__(self, folder: str) -> None:
-        address = f"{ray.util.get_node_ip_address()}:{free_port()}"
+        address = f"{ray.util.get_node_ip_address()}:{free_port('')}"
         types = {
             "l40s": node_type("L40S", 1, 2),
             "h200_pair": node_type("H200", 2, 1, nvlink_pair=1),

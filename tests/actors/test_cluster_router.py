@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from actors.adapter_store import NAMESPACE
 from actors.engine_pool import BaseRequest, get_or_create_pool
 from actors.router import build_app
 from actors.scaling import ScalingLimits
+from benchmarks.ports import free_port
 from epilora.serving.tenants import hash_key
 from epilora.types import AdapterSpec
 from tests.actors.fake_engine import BASE_DIGEST, PlainFakeEngine
@@ -97,9 +97,7 @@ def wait_for(holds: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
         object_store_memory=80 << 20,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from actors.adapter_store import start_store
 from actors.hub import bound
 from actors.hub_client import HubLimits
 from actors.router import build_app
+from benchmarks.ports import free_port
 from epilora.serving.openai_api import ApiError
 from epilora.serving.tenants import hash_key, tenant_from_dict
 from epilora.types import AdapterSpec
@@ -31,12 +31,6 @@ from tests.actors.fake_engine import BASE_DIGEST, FakeEngine
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN = {"Authorization": "Bearer tml-admin-secret"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Served:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ray import serve
 
 from actors.adapter_store import start_store
 from actors.router import build_app
+from benchmarks.ports import free_port
 from benchmarks.serving.peers import PeerError, run_trace
 from epilora.serving.tenants import hash_key
 from epilora.types import AdapterSpec, AdapterVersion
@@ -84,9 +84,7 @@ def write_tenants(path: Path, **extra_keys: str) -> None:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("router")
     write_tenants(folder / "tenants.json")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(
         address="local",
         namespace="epilora",

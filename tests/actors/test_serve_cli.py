@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from actors.router import build_app
+from benchmarks.ports import free_ports
 from epilora.serving.keys import issue
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,16 +38,6 @@ engine = EngineActor.options(name="base", namespace="epilora", lifetime="detache
 )
 ray.get([store.ready.remote(), engine.ready.remote()], timeout=300)
 """
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def test_the_file_is_what_serve_and_the_builder_accept(tmp_path: Path) -> None:

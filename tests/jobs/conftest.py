@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from cluster import Cluster, free_port
+from cluster import Cluster
 from main_job import Interrupted, MainJob, interrupt
+
+from benchmarks.ports import free_port
 
 
 @pytest.fixture(scope="session")

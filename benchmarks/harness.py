@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -228,6 +229,19 @@ class Results:
                 "run_id": self.run_id,
             }
         )
+
+    def run_parts(self, parts: Mapping[str, Callable[[], object]], names: Sequence[str]) -> list[str]:
+        """Run these parts of a program in order; one that fails leaves a row that says so, and the others run. Those that failed."""
+        failed = []
+        for name in names:
+            try:
+                parts[name]()
+            except Exception as err:
+                traceback.print_exc()
+                self.add_failure(name, "epilora", 0, f"{type(err).__name__}: {err}"[:400])
+                self.write()
+                failed.append(name)
+        return failed
 
     def write(self) -> None:
         """Write the file, summary recomputed from all rows."""

@@ -137,6 +137,13 @@ def machine_text(name: str) -> str:
     return f"{document['gpu']}, torch {document['versions']['torch']}, vLLM {document['versions']['vllm']}"
 
 
+def with_block(text: str, begin: str, end: str, block: str) -> str:
+    """The page's text with `block` between its two marks. Raises ValueError if a mark is missing."""
+    if begin not in text or end not in text:
+        raise ValueError(f"the page has no block {begin} ... {end}")
+    return text[: text.index(begin) + len(begin)] + f"\n{block}\n" + text[text.index(end) :]
+
+
 def rewritten(text: str) -> str:
     """README text with its blocks as the results files give them. Raises ValueError if a marker is missing."""
     blocks = {
@@ -168,10 +175,7 @@ def rewritten(text: str) -> str:
         "formats": summary_block("formats_h200.json", FORMAT_ROWS, "adapters in FP8 and NVFP4"),
     }
     for name, block in blocks.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if begin not in text or end not in text:
-            raise ValueError(f"README.md has no block {begin} ... {end}")
-        text = text[: text.index(begin) + len(begin)] + f"\n{block}\n" + text[text.index(end) :]
+        text = with_block(text, f"<!-- {name}:begin -->", f"<!-- {name}:end -->", block)
     return text
 
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.readme import with_block
 from benchmarks.simulate import RESULTS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
@@ -101,8 +102,7 @@ def _fit(document: dict[str, Any]) -> int:
 
 def text_with(tables_: str) -> str:
     """The page with these tables between its two marks."""
-    head, rest = DOCS.read_text().split(BEGIN)
-    return f"{head}{BEGIN}\n{tables_}\n{END}{rest.split(END)[1]}"
+    return with_block(DOCS.read_text(), BEGIN, END, tables_)
 
 
 if __name__ == "__main__":

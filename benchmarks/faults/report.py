@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.readme import with_block
+
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 BEGIN, END = "<!-- from benchmarks/results/faults_cpu.json -->", "<!-- end -->"
 
@@ -55,6 +57,4 @@ def _compared(document: dict[str, Any]) -> str:
 
 def write(document: dict[str, Any]) -> None:
     """Put the table into the page, between its two marks."""
-    text = DOCS.read_text()
-    head, rest = text.split(BEGIN)
-    DOCS.write_text(f"{head}{BEGIN}\n{table(document)}\n{END}{rest.split(END)[1]}")
+    DOCS.write_text(with_block(DOCS.read_text(), BEGIN, END, table(document)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,15 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
             results, small=args.small, work=args.work.resolve(), names=args.placements, tokens=args.tokens
         ),
     }
-    failed = []
-    for name in args.parts:
-        try:
-            parts[name]()
-        except Exception as err:  # a part that fails leaves a row that says so, and the others run
-            traceback.print_exc()
-            results.add_failure(name, "epilora", 0, f"{type(err).__name__}: {err}"[:400])
-            results.write()
-            failed.append(name)
+    failed = results.run_parts(parts, args.parts)
     for row in results.rows:
         if row["run_id"] == results.run_id and not row["case"].startswith("train_profile"):
             print(row["case"], row["provider"], row["M"], row[f"samples_{row['unit']}"], row.get("tensor", ""))

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,15 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     by_name: dict[str, Callable[[], None]] = {
         "tune": tune, "serving": serving, "equality": equality, "all_reduce": all_reduce, "pair": pair, "spread": spread,
     }  # fmt: skip
-    failed = []
-    for name in args.parts:
-        try:
-            by_name[name]()
-        except Exception as err:  # a part that fails leaves a row that says so, and the others run
-            traceback.print_exc()
-            results.add_failure(name, "epilora", 0, f"{type(err).__name__}: {err}"[:400])
-            results.write()
-            failed.append(name)
+    failed = results.run_parts(by_name, args.parts)
     for key, value in summarise(results.rows).items():
         print(f"{key} = {value}")
     if failed:

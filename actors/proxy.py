@@ -7,14 +7,15 @@ the environment of the cluster's processes (deploy/, cluster.yaml; jobs that sta
 from __future__ import annotations
 
 import logging
-
-from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing import TYPE_CHECKING
 
 from epilora.serving import openai_api as wire
 
-IMPORT_PATH = "actors.proxy:middlewares"
-ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH}
+if TYPE_CHECKING:
+    from starlette.middleware import Middleware
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.proxy:middlewares"}
 EVENT_STREAM = b"text/event-stream"
 
 logger = logging.getLogger(__name__)
@@ -49,4 +50,6 @@ class CompleteStreams:
 
 def middlewares() -> list[Middleware]:
     """For Serve."""
+    from starlette.middleware import Middleware  # here: jobs that start no router read ENVIRONMENT too
+
     return [Middleware(CompleteStreams)]

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from actors import proxy
 from benchmarks.faults.plan import KINDS, STAND_IN, VLLM, plan
 from benchmarks.harness import Results, command_line
 
@@ -38,7 +39,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.proxy:middlewares",
+    **proxy.ENVIRONMENT,
     "PYTHONPATH": str(RESULTS.parents[2]),
 }
 

@@ -49,7 +49,7 @@ ONE_COPY_ROWS = (
 )  # fmt: skip
 FORMAT_ROWS = (
     ("resident adapters at equal memory, FP8 over bf16", "resident_adapters_fp8_over_bf16", "{:.2f}x"),
-    ("the same, NVFP4 (no kernel reads NVFP4 slots yet)", "resident_adapters_nvfp4_over_bf16", "{:.2f}x"),
+    ("the same, NVFP4 (its kernels have not run on a GPU yet)", "resident_adapters_nvfp4_over_bf16", "{:.2f}x"),
     ("quality checks of converted adapters (tiny model, CPU)", "quality_checks", "{:.0f}"),
     ("of these failed, a conversion spoilt on purpose included", "quality_refused", "{:.0f}"),
     ("failed and served all the same", "quality_failed_served", "{:.0f}"),

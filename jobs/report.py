@@ -120,7 +120,6 @@ def _plot_latency(axis: Any, result: Mapping[str, Any]) -> None:
             [x + (i - 1.5) * width for x in range(len(tenants))], [t[phase][key] for t in tenants], width, label=label
         )
     axis.set_xticks(range(len(tenants)), [t["name"] for t in tenants])
-    axis.set(
-        title="Tenants' time to first token", ylabel="ms", ylim=(0, 1.4 * axis.get_ylim()[1])
-    )  # room for the legend
+    axis.set(title="Tenants' time to first token", ylabel="ms")
+    axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
     axis.legend(loc="upper right", ncols=2)

@@ -38,14 +38,8 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Reply]]
 ROLES = ("both", "tenants", "admin")
-UNLOGGED = {
-    "/health",
-    "/ready",
-    "/metrics",
-    "/v1/state",
-    "/v1/completions",
-    "/v1/chat/completions",
-}  # the last two log themselves
+# The last two log themselves.
+UNLOGGED = {"/health", "/ready", "/metrics", "/v1/state", "/v1/completions", "/v1/chat/completions"}
 
 
 class ServingCore:

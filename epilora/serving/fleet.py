@@ -269,9 +269,8 @@ class Fleet(Roster[FleetEngine]):
                 return
             mine = [(await port.score(sequences, adapter))[0] for adapter in (None, digest)]
             found = confirm((mine[0], mine[1]), (predicted[0][0], predicted[1][0]))
-        except (
-            Exception
-        ) as err:  # the trainer cannot hold this adapter, it or the engine went away, the slot was needed
+        except Exception as err:
+            # The trainer cannot hold this adapter, it or the engine went away, or the slot was needed.
             logger.info("%s on %s: nothing was predicted: %s: %s", version.ref, port.name, type(err).__name__, err)
             self._metrics.predicted("unknown")
             return

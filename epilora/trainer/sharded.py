@@ -34,11 +34,8 @@ from .batch import TokenPair
 from .ranks import in_rank_order
 
 START_TIMEOUT_S = 300.0  # for a rank to import torch and to map and check its part of the base
-_LARGEST = (
-    "largest_dequantised_bytes",
-    "device_bytes",
-    "peak_device_bytes",
-)  # figures of one device; the rest is summed
+# Figures of one device; the rest is summed.
+_LARGEST = ("largest_dequantised_bytes", "device_bytes", "peak_device_bytes")
 
 
 class ShardedTrainer:
@@ -163,7 +160,7 @@ class ShardedTrainer:
                     answers[rank] = missing.pop(rank).recv()
                 except (EOFError, OSError) as err:
                     raise self._end(f"rank {rank} ended ({self._exit_of(rank)})") from err
-            if answers and first_s is None and deadline is None:
+            if answers and deadline is None:
                 deadline = time.monotonic() + 2 * self._timeout_s
         failed = {rank: value for rank, (succeeded, value) in sorted(answers.items()) if not succeeded}
         if failed and (len(failed) < self._count or len({type(value) for value in failed.values()}) > 1):

@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from actors import proxy
 from actors.engine_pool import NAMESPACE, BaseRequest, get_or_create_pool
 from actors.handles import RemotePart
 from actors.placement import Choice
@@ -23,7 +24,7 @@ from actors.scaling import ScalingLimits
 from actors.spread import EngineSet
 from epilora import planner
 from epilora.config.schema import EngineConfig, JobConfig
-from epilora.models import resolve_model_path
+from epilora.models import portable_model_path, resolve_model_path
 from epilora.serving.keys import issue
 from epilora.serving.tenant_file import put_tenants
 from epilora.serving.tenants import TenantConfig, hash_key, issue_key
@@ -37,12 +38,7 @@ ROUTER_APP = "router"
 TRAINER_FACTORY = "epilora.trainer.trainer:LoraTrainer"
 SHARDED_FACTORY = "epilora.trainer.sharded:ShardedTrainer"
 # Serve gives up on a proxy that has not started within 5 s and starts another, which makes a busy machine busier.
-WORKERS = {
-    "env_vars": {
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "actors.proxy:middlewares",
-    }
-}
+WORKERS = {"env_vars": {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", **proxy.ENVIRONMENT}}
 
 logger = logging.getLogger(__name__)
 
@@ -58,30 +54,29 @@ class TenantKey:
 def base_request(config: JobConfig) -> tuple[BaseRequest, planner.Plan]:
     """What to ask the pool for, and the plan it follows. Raises MemoryInfeasible before anything starts."""
     engine, trainer = config.engine, config.trainer
-    model_path = resolve_model_path(engine.model_path)
     plan = planner.plan_for(config)
     request = BaseRequest(
         name=engine.name,
         trainer_name=trainer.name,
         engine_factory=ENGINE_FACTORY,
-        engine_kwargs=engine_kwargs(engine, model_path),
+        engine_kwargs=engine_kwargs(engine),
         trainer_factory=trainer_factory(config),
         trainer_kwargs=trainer_kwargs(config),
         bundle=plan.bundle,
         engine_options=plan.engine_options,
         trainer_options=plan.trainer_options,
         environment=plan.environment,
-        choices=choices(engine, model_path, plan),
+        choices=choices(engine, plan),
         scaling=ScalingLimits(**asdict(config.scaling)),
     )
     return request, plan
 
 
-def engine_kwargs(engine: EngineConfig, model_path: Path) -> dict[str, Any]:
-    """What the engine's factory is called with."""
+def engine_kwargs(engine: EngineConfig) -> dict[str, Any]:
+    """What the engine's factory is called with; equal for jobs from different copies of this package."""
     return {
         "name": engine.name,
-        "model_path": str(model_path),
+        "model_path": portable_model_path(engine.model_path),
         "dtype": engine.dtype,
         "quantization": None if engine.quantization == "none" else engine.quantization,
         "activations": engine.activations.value,
@@ -99,16 +94,14 @@ def engine_kwargs(engine: EngineConfig, model_path: Path) -> dict[str, Any]:
     }
 
 
-def choices(engine: EngineConfig, model_path: Path, plan: planner.Plan) -> tuple[Choice, ...]:
+def choices(engine: EngineConfig, plan: planner.Plan) -> tuple[Choice, ...]:
     """Kinds of node the plan allows, best first, each with what its engine is told that differs from the rest."""
     if not plan.candidates:
         return (Choice(),)
-    usual = engine_kwargs(engine, model_path)
+    usual = engine_kwargs(engine)
     made = []
     for candidate in plan.candidates:
-        there = candidate.engine
-        path = model_path if there.model_path == engine.model_path else resolve_model_path(there.model_path)
-        told = engine_kwargs(there, path)
+        told = engine_kwargs(candidate.engine)
         labels = {planner.ACCELERATOR_LABEL: candidate.gpu.label}
         made.append(Choice(labels, {key: told[key] for key in told if told[key] != usual[key]}))
     return tuple(made)

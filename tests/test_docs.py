@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -25,6 +24,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.ports import free_ports
 from epilora.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,16 +128,6 @@ def test_every_alert_is_explained() -> None:
 
 
 # ---- the slow blocks -------------------------------------------------------------------------------------------------
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @dataclass

@@ -25,3 +25,12 @@ def resolve_model_path(path: str | Path) -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"model {text!r}: no config.json in {folder}; {advice}")
     return folder
+
+
+def portable_model_path(path: str | Path) -> str:
+    """How a job names a model to others: `package:NAME` stays, whichever copy of this package they run; a folder is absolute.
+
+    Raises as `resolve_model_path`.
+    """
+    folder = resolve_model_path(path)
+    return str(path) if str(path).startswith(PACKAGE_PREFIX) else str(folder)

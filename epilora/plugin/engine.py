@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from epilora.adapters.device_tensors import HandedOver
 from epilora.adapters.digest import ranks_digest
 from epilora.errors import EngineDead
+from epilora.models import resolve_model_path
 from epilora.quant.manifest import WeightManifest
 from epilora.types import (
     AdapterDraft,
@@ -88,7 +89,7 @@ class VllmEngine:
     ) -> None:
         """Load the model and start stepping; blocks until the engine is ready.
 
-        name: of the engine, in manifests. model_path: folder with config.json, weights, tokenizer. dtype: float32,
+        name: of the engine, in manifests. model_path: folder with config.json, weights, tokenizer, or package:NAME. dtype: float32,
         bfloat16, float16. quantization: vLLM's name, None for none. activations: "w8a8" or "w8a16" (FP8 bases); or
         "marlin", vLLM's own weight-only kernel on a GPU: a control for measurements, whose repacked weights nobody can share.
         max_lora_rank: one of vLLM's (1, 8, 16, 32, 64, ...). target_modules: suffixes adapters may target; None: all
@@ -114,12 +115,13 @@ class VllmEngine:
                 f"VllmEngine: tenant_seats={tenant_seats}; allowed are 0 to max_num_seqs - 1 = {max_num_seqs - 1}"
             )
         self.name = name
+        model_path = str(resolve_model_path(model_path))
         self._shm_dir = shm_dir
         self._tensor_parallel = tensor_parallel
         self._closed = False
         self._close_lock = threading.Lock()
         arguments = {
-            "model": str(model_path),
+            "model": model_path,
             "served_model_name": None,
             "dtype": dtype,
             "quantization": quantization,

@@ -6,6 +6,7 @@ import pytest
 
 from epilora.config import load_config
 from epilora.loading import load_object
+from jobs.system import base_request
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 SERVE = FOLDER / "serve.yaml"  # Ray Serve's, see tests/actors/test_serve_cli.py
@@ -22,3 +23,14 @@ def test_import_paths_exist(path: Path) -> None:
         for value in source.args.values():
             if isinstance(value, str) and value.startswith("epilora."):
                 assert callable(load_object(value))
+
+
+def test_jobs_from_two_copies_of_the_package_ask_for_the_same_base() -> None:
+    """Each `ray job submit --working-dir .` unpacks a copy; a path into it would make its base another than the running one."""
+    request, _ = base_request(load_config(FOLDER / "rl_small.yaml"))
+    assert request.engine_kwargs["model_path"] == "package:tiny-arith"
+    copies = str(FOLDER.parent)
+    assert not [
+        value for value in (*request.engine_kwargs.values(), *request.trainer_kwargs.values()) if copies in str(value)
+    ]
+    assert copies not in str(request.environment)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from epilora.models import TINY_ARITH, resolve_model_path
+from epilora.models import TINY_ARITH, portable_model_path, resolve_model_path
 from epilora.models.char_tokenizer import EOS_ID, VOCABULARY, encode, make_tokenizer
 from epilora.models.pretrain import TASKS, PretrainConfig, pretrain, save_model
 from epilora.tasks.arithmetic import Addition, Maximum, Subtraction
@@ -80,6 +80,18 @@ def test_tokenizer_ids_are_fixed_and_it_round_trips() -> None:
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "1+2="}], tokenize=False)
     assert chat == "1+2="
+
+
+def test_a_shipped_models_name_is_the_same_in_every_copy_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert portable_model_path("package:tiny-arith") == "package:tiny-arith"
+    with pytest.raises(FileNotFoundError, match="ships"):
+        portable_model_path("package:large")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert portable_model_path("model") == str(tmp_path / "model")
 
 
 def test_shipped_files() -> None:

@@ -125,7 +125,8 @@ def config_for(
     same = [e for e in tuned_entries(device_name) if (e["N"], e["K"]) == (N, K) and (e["rank"] > 0 or R == 0)]
     if same:
         near = min((e["rank"] for e in same), key=lambda rank: abs(rank - R))
-        enough = [e for e in same if e["rank"] == near and e["M"] >= min(M, max(x["M"] for x in same))]
+        same = [e for e in same if e["rank"] == near]
+        enough = [e for e in same if e["M"] >= min(M, max(x["M"] for x in same))]
         enough = [e for e in enough if e["M"] == min(x["M"] for x in enough)]
         best = min(enough, key=lambda e: (e["adapters"] < adapters, abs(e["adapters"] - adapters)))
         tuned = dataclasses.replace(DecodeConfig(**best["config"]), shrink_groups=groups)

@@ -1,6 +1,6 @@
 """Storage formats of bases and adapters on a GPU: each kernel checked against its reference, then layers timed beside vLLM's paths.
 
-    python -m benchmarks.formats layers [--seconds 480] [--check-only] [--cpu]
+    python -m benchmarks.formats layers [--seconds 480] [--only CASE] [--check-only] [--cpu]
 
 Order: checks (small shapes, every format; a failed one is a row with its error, and its timings are left out), then one Qwen3-8B
 layer's four projections, chains of four layers in CUDA graphs, variants replayed in turn:
@@ -324,9 +324,9 @@ def decode_workspace(shapes: Sequence[Projection], device: torch.device, rank: i
 class Timer:
     """Times variants over chains of layers and writes their rows; starts nothing past its budget."""
 
-    def __init__(self, results: Results, seconds: float, failed: Sequence[str]) -> None:
+    def __init__(self, results: Results, seconds: float, failed: Sequence[str], only: str = "") -> None:
         self.results, self.until = results, time.monotonic() + seconds
-        self.failed = failed
+        self.failed, self.only = failed, only
 
     def rows(
         self,
@@ -337,6 +337,8 @@ class Timer:
         **facts: Any,
     ) -> None:
         """One row a variant: us a layer. A variant that cannot run becomes a row that says why."""
+        if not case.startswith(self.only):
+            return
         if time.monotonic() > self.until:
             self.results.add_failure(case, "all", M, "out of time", **facts)
             self.results.write()
@@ -361,12 +363,12 @@ class Timer:
         self.results.write()
 
 
-def time_layers(results: Results, seconds: float, failed: Sequence[str]) -> None:
-    """All timed cases; see the module."""
+def time_layers(results: Results, seconds: float, failed: Sequence[str], only: str = "") -> None:
+    """All timed cases whose name starts with `only`; see the module."""
     from benchmarks.kernels.vllm_baseline import VllmLayer
 
     device, dtype = torch.device("cuda"), torch.bfloat16
-    timer = Timer(results, seconds, failed)
+    timer = Timer(results, seconds, failed, only)
     warm_up()
     full = [
         [make_layer(p, 1, dtype, device, rank=RANK, slots=SLOTS, bases=tuple(BASES)) for p in LAYER]
@@ -507,6 +509,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=480.0, help="start no new case after this long")
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--only", default="", metavar="CASE", help="time cases whose name starts so, layer/nvfp4 say")
     parser.add_argument(
         "--cpu", action="store_true", help="checks at toy shapes in the interpreter (TRITON_INTERPRET=1)"
     )
@@ -521,7 +524,7 @@ def run(arguments: Sequence[str]) -> int:
         compile_ahead(found)
     failed = run_checks(results, found, setting.M)
     if not (given.cpu or given.check_only):
-        time_layers(results, given.seconds - (time.monotonic() - began), failed)
+        time_layers(results, given.seconds - (time.monotonic() - began), failed, given.only)
     results.write()
     for key, value in results.summarise(results.rows).items():
         if value is not None:

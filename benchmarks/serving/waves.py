@@ -111,6 +111,7 @@ def _throughput_rows(run: Run, engines: dict[str, EngineProcess]) -> None:
     case = summary.throughput_case(run.name, limits.slots_many)
     rounds = run.throughput_rounds
     ask = _throughput(run, limits.slots_many)
+    run.in_rounds(engines, ask, 1, f"{case} warm-up")  # the first batch of an engine compiles for its prompts' lengths
     run.measure(engines, ask, case, limits.throughput_requests, "tok_s", rounds=rounds, tenants=limits.slots_many)
 
 

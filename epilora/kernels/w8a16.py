@@ -334,7 +334,9 @@ def w8a16_config_for(
     searched.
     """
     if M <= 64:
-        block_m = 8 if M <= 8 else 16 if M <= 16 else 32 if M <= 32 else 64
+        block_m = 16 if M <= 16 else 32 if M <= 32 else 64
+        if M <= 8 and kind is not Format.NVFP4:  # 8-token tiles take twice as long on NVFP4
+            block_m = 8
         warps = 2 if block_m == 16 and kind is not Format.NVFP4 else 4  # two warps spill on NVFP4
         block_k = 256 if block_m <= 16 else 128
         if kind is ScaleAxis.BLOCK:

@@ -287,7 +287,7 @@ class Run:
             slots=slots,
             rank=limits.rank,
             max_model_len=limits.max_model_len,
-            load_format=limits.load_format,
+            load_format="auto" if any(pathlib.Path(self.model).glob("*.safetensors")) else limits.load_format,
             gpu=self.gpu,
             tuned_folder=self.tuned_folder,
             gpu_memory_utilization=0.05,  # only a bound on free memory at start; kv_bytes sizes the cache

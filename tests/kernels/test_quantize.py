@@ -115,6 +115,7 @@ def test_quantize_equals_vllm(source):
     x[2, 7], x[3, 9] = torch.finfo(source).max, torch.finfo(source).tiny
     x[4, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")], dtype=source, device=device)
     x[5, 0] = float("nan")
+    x[6, :4] = torch.tensor([-0.0, 0.0, -0.0, 1.0], dtype=source, device=device)
     theirs, their_scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
     workspace = DecodeWorkspace(device, max_k=4096, max_h=1)
     lora_decode(

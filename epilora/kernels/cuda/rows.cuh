@@ -5,11 +5,12 @@
 
 #include "common.cuh"
 
-// x / scale, correctly rounded, with inverse = 1 / scale rounded: a quotient, corrected twice by its remainder.
+// x / scale, correctly rounded, with inverse = 1 / scale rounded: a quotient, corrected twice by its remainder. The corrections would
+// make a negative zero positive, so the sign is x's.
 __device__ __forceinline__ float divide(float x, float scale, float inverse) {
   float q = x * inverse;
   q = __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
-  return __fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q);
+  return copysignf(__fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q), x);
 }
 
 // Eight 16-bit values as e4m3 codes. scale may be infinite (a row that holds an infinity): the remainders would be NaN then.

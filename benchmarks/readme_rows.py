@@ -49,11 +49,13 @@ ONE_COPY_ROWS = (
 )  # fmt: skip
 FORMAT_ROWS = (
     ("resident adapters at equal memory, FP8 over bf16", "resident_adapters_fp8_over_bf16", "{:.2f}x"),
-    ("the same, NVFP4 (its kernels have not run on a GPU yet)", "resident_adapters_nvfp4_over_bf16", "{:.2f}x"),
+    ("the same, NVFP4", "resident_adapters_nvfp4_over_bf16", "{:.2f}x"),
+    ("NVFP4 base, layer without adapter, 1 token, over Marlin", "w4a16_m1_over_marlin_nvfp4", "{:.2f}x"),
+    ("block-scaled FP8 base, layer with one adapter, 1 token, over vLLM (its LoRA kernels untuned, one stream)", "fp8_block_m1_over_vllm", "{:.2f}x"),
     ("quality checks of converted adapters (tiny model, CPU)", "quality_checks", "{:.0f}"),
     ("of these failed, a conversion spoilt on purpose included", "quality_refused", "{:.0f}"),
     ("failed and served all the same", "quality_failed_served", "{:.0f}"),
-)
+)  # fmt: skip
 ROUTER_ROWS = (
     ("requests/s over a Serve app that only forwards to the same stub engine, both behind Serve's HAProxy", "requests_over_bare_serve", "{:.2f}x"),
     ("requests/s", "requests_per_s", "{:.0f}"),

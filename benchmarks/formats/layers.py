@@ -86,6 +86,11 @@ class Layer:
     def lora_b(self) -> list[Operand]:
         return self.adapters["bf16"][1]
 
+    @functools.cached_property
+    def y(self) -> torch.Tensor:
+        """[M, N] that vLLM's expand adds to while it is tuned."""
+        return torch.zeros(self.x.shape[0], self.shape.N, dtype=self.x.dtype, device=self.x.device)
+
 
 def make_layer(
     shape: Projection, M: int, dtype: torch.dtype, device: torch.device, *, rank: int, slots: int, bases: Sequence[str]
@@ -365,6 +370,7 @@ class Timer:
 
 def time_layers(results: Results, seconds: float, failed: Sequence[str], only: str = "") -> None:
     """All timed cases whose name starts with `only`; see the module."""
+    from benchmarks.kernels import vllm_baseline
     from benchmarks.kernels.vllm_baseline import VllmLayer
 
     device, dtype = torch.device("cuda"), torch.bfloat16
@@ -383,14 +389,31 @@ def time_layers(results: Results, seconds: float, failed: Sequence[str], only: s
         results.add_failure(
             "layer/fp8_block", "vllm_deepgemm", 1, "DeepGEMM is not installed: CUTLASS/Triton block only"
         )
+    tuned: dict[Any, Any] = {}
     for M in (1, 8, 16, 32):
         chain = _with_tokens(full, M)
         slots = torch.zeros(M, dtype=torch.int32, device=device)
         groups = group_tokens(slots, SLOTS)
         stock = VllmLayer(M, slots, SLOTS, RANK)
+        tuned = tuned or vllm_baseline.tune(chain, stock)  # type: ignore[arg-type]
 
-        def with_stock_lora(base: Callable[[Layer], torch.Tensor], stock: VllmLayer = stock) -> Callable[[Layer], Any]:
-            return lambda d: stock.expand(d, stock.shrink(d), base(d), True)  # type: ignore[arg-type]
+        def with_stock_lora(
+            name: str, base: Callable[[Layer], torch.Tensor], stock: VllmLayer = stock, tuned: dict[Any, Any] = tuned
+        ) -> dict[str, Callable[[Layer], Any]]:
+            """vLLM's LoRA kernels beside a GEMM: {default, tuned} x {one, two streams}, so that the fastest is among them."""
+
+            def variant(chosen: Any, streams: int) -> Callable[[Layer], Any]:
+                def run(d: Layer) -> Any:
+                    with vllm_baseline.configured(chosen):
+                        return stock.beside(d, base, streams=streams)
+
+                return run
+
+            return {
+                f"{name}_{mode}_{streams}_stream{'s' * (streams - 1)}": variant(chosen, streams)
+                for mode, chosen in (("default", {}), ("tuned", tuned))
+                for streams in (1, 2)
+            }
 
         def w16(
             base: str, lora: bool, slots: torch.Tensor = slots, groups: TokenGroups = groups
@@ -420,14 +443,15 @@ def time_layers(results: Results, seconds: float, failed: Sequence[str], only: s
 
         timer.rows("layer/nvfp4", M, chain, {"epilora_w4a16": w16("nvfp4", False), "vllm_marlin": marlin}, adapters=0)
         timer.rows(
-            "layer/nvfp4", M, chain, {"epilora_w4a16": w16("nvfp4", True), "vllm_marlin": with_stock_lora(marlin)}, adapters=1
+            "layer/nvfp4", M, chain, {"epilora_w4a16": w16("nvfp4", True)} | with_stock_lora("vllm_marlin", marlin), adapters=1
         )  # fmt: skip
         ours = {"epilora_k1_k2": fused("fp8_block", ""), "epilora_w8a16": w16("fp8_block", False)}
         timer.rows("layer/fp8_block", M, chain, ours | blocks, adapters=0)
         ours = {"epilora_k1_k2": fused("fp8_block", "bf16"), "epilora_w8a16": w16("fp8_block", True)}
         ours |= {f"epilora_hybrid_{name}": beside(gemm) for name, gemm in blocks.items()}
-        theirs = {name: with_stock_lora(gemm) for name, gemm in blocks.items()}
-        timer.rows("layer/fp8_block", M, chain, ours | theirs, adapters=1)
+        for name, gemm in blocks.items():
+            ours |= with_stock_lora(name, gemm)
+        timer.rows("layer/fp8_block", M, chain, ours, adapters=1)
         if M in (1, 32):
             ada = {
                 "epilora_k1_k2_triton": fused("fp8_channel", "bf16", how="triton"),

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -126,24 +127,28 @@ class VllmLayer:
         for d in layer:
             self.base(d)
 
+    def beside(self, d: Any, base: Callable[[Any], torch.Tensor], *, streams: int) -> torch.Tensor:
+        """One projection with adapters, whatever GEMM `base` is. streams: 2 runs the adapters on a stream of their own."""
+        if streams == 1:
+            return self.expand(d, self.shrink(d), base(d), True)
+        current, before, after = torch.cuda.current_stream(), torch.cuda.Event(), torch.cuda.Event()
+        before.record()
+        with torch.cuda.stream(self.side):
+            self.side.wait_event(before)
+            zeros = torch.zeros(self.M, d.shape.N, dtype=torch.bfloat16, device="cuda")
+            delta = self.expand(d, self.shrink(d), zeros, False)
+            after.record()
+        y = base(d)
+        current.wait_event(after)
+        return y.add_(delta)
+
     def one_stream(self, layer: list[ProjectionData]) -> None:
         for d in layer:
-            y = self.base(d)
-            self.expand(d, self.shrink(d), y, True)
+            self.beside(d, self.base, streams=1)
 
     def two_streams(self, layer: list[ProjectionData]) -> None:
         for d in layer:
-            current, before, after = torch.cuda.current_stream(), torch.cuda.Event(), torch.cuda.Event()
-            before.record()
-            with torch.cuda.stream(self.side):
-                self.side.wait_event(before)
-                delta = self.expand(
-                    d, self.shrink(d), torch.zeros(self.M, d.shape.N, dtype=torch.bfloat16, device="cuda"), False
-                )
-                after.record()
-            y = self.base(d)
-            current.wait_event(after)
-            y.add_(delta)
+            self.beside(d, self.base, streams=2)
 
 
 def tune(

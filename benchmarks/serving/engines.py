@@ -26,6 +26,7 @@ from typing import Any
 
 OURS = "epilora"
 OURS_FP8 = "epilora_fp8_adapters"
+OURS_QUANTISING = "epilora_quantise_op"  # activations quantised in our kernels instead of vLLM's compiled graph
 NO_LORA = "vllm_no_lora"
 STOCK = (
     "vllm_lora_default",
@@ -33,7 +34,7 @@ STOCK = (
     "vllm_lora_default_two_streams",
     "vllm_lora_tuned_two_streams",
 )
-VARIANTS = (OURS, OURS_FP8, NO_LORA, *STOCK)
+VARIANTS = (OURS, OURS_FP8, OURS_QUANTISING, NO_LORA, *STOCK)
 # Tokens per batch that get a CUDA graph; decode batches in between run padded to the next.
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
@@ -89,6 +90,7 @@ class EngineSpec:
         stock = not self.variant.startswith(OURS)
         return {
             "EPILORA_DISABLE": "1" if stock else "",
+            "EPILORA_QUANTISE": "op" if self.variant == OURS_QUANTISING else "",
             "VLLM_TUNED_CONFIG_FOLDER": self.tuned_folder if "_tuned" in self.variant else "",
             "VLLM_LORA_ENABLE_DUAL_STREAM": "1" if self.variant.endswith("_two_streams") else "",
             "CUDA_VISIBLE_DEVICES": ",".join(str(self.gpu + rank) for rank in range(self.tensor_parallel)),

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.serving import summary
-from benchmarks.serving.engines import CAPTURE_SIZES, NO_LORA, OURS, STOCK, EngineFailed, EngineProcess, EngineSpec
+from benchmarks.serving.engines import (
+    CAPTURE_SIZES,
+    NO_LORA,
+    OURS,
+    OURS_QUANTISING,
+    STOCK,
+    EngineFailed,
+    EngineProcess,
+    EngineSpec,
+)
 from benchmarks.serving.summary import SLOTS_MANY
 
 GIB = 1 << 30
@@ -56,7 +65,7 @@ class Limits:
         (OURS, STOCK[2], STOCK[0], NO_LORA),
     )
     brief_many: tuple[str, ...] = (OURS, STOCK[3], NO_LORA)
-    brief_one: tuple[str, ...] = (OURS, STOCK[3], STOCK[1])
+    brief_one: tuple[str, ...] = (OURS, OURS_QUANTISING, STOCK[3], STOCK[1])
     profile_prefill: int = 2048
     equality_tokens: int = 384
     equality_repeats: int = 2

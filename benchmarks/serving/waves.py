@@ -12,7 +12,16 @@ from typing import Any
 
 from benchmarks.serving import summary, traces
 from benchmarks.serving.driving import random_prompt
-from benchmarks.serving.engines import NO_LORA, OURS, OURS_FP8, STOCK, EngineFailed, EngineProcess, EngineSpec
+from benchmarks.serving.engines import (
+    NO_LORA,
+    OURS,
+    OURS_FP8,
+    OURS_QUANTISING,
+    STOCK,
+    EngineFailed,
+    EngineProcess,
+    EngineSpec,
+)
 from benchmarks.serving.run import Run
 from benchmarks.serving.summary import SLOTS_ONE
 
@@ -47,7 +56,7 @@ def _throughput(run: Run, tenants: int) -> Callable[[EngineProcess], list[float]
     return ask
 
 
-ONE_VARIANTS = (OURS, *reversed(STOCK), NO_LORA)
+ONE_VARIANTS = (OURS, OURS_QUANTISING, *reversed(STOCK), NO_LORA)
 ONLINE_VARIANTS = (OURS, STOCK[3], STOCK[1])
 FP8_VARIANTS = (OURS_FP8, STOCK[3], STOCK[1])
 

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from benchmarks.serving.engines import NO_LORA, OURS, OURS_FP8, STOCK, EngineSpec
+from benchmarks.serving.engines import NO_LORA, OURS, OURS_FP8, OURS_QUANTISING, STOCK, EngineSpec
 from benchmarks.serving.models import model_config, model_folder, model_names
 from benchmarks.serving.tune import filled, tables_from_rows, write_tables
 from benchmarks.shapes import MODELS
@@ -42,6 +42,12 @@ def test_specifications_that_contradict_themselves_are_refused():
     with pytest.raises(ValueError, match="allowed are epilora"):
         EngineSpec("model", "other", 1)
     assert SPEC.as_variant(OURS_FP8).slots == 4
+
+
+def test_who_quantises_is_told_by_the_environment_alone():
+    ours, other = SPEC.as_variant(OURS).environment(), SPEC.as_variant(OURS_QUANTISING).environment()
+    assert ours["EPILORA_QUANTISE"] == ""  # vLLM's compiler, the plugin's default
+    assert other == ours | {"EPILORA_QUANTISE": "op"}
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from actors.scaling import ScalingLimits
-from benchmarks.harness import commit_id
+from benchmarks.harness import commit_id, write_results
 from benchmarks.serving.traces import read
 from benchmarks.simulate_engine import RESULTS as FOLDER
 from benchmarks.simulate_engine import LinearSteps, MeasuredSteps
@@ -345,9 +345,8 @@ def main() -> None:
             "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()},
             "versions": {name: version(name) for name in ("ray", "numpy")},
             "summary": summarise(kept),
-            "rows": kept,
         }
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        write_results(RESULTS, document, kept)
         print(part, json.dumps(summarise(new), indent=1), flush=True)
 
 

@@ -182,6 +182,17 @@ class StoredSlots:
         blocks = [torch.zeros(shape, dtype=torch.uint8, device=where).view(torch.float8_e4m3fn) for shape in shapes]
         return codes, blocks + [torch.ones(s.shape[0], dtype=torch.float32, device=where) for s in stacks]
 
+    def clear(self, index: int) -> None:
+        """Empty slot `index`, as it was made. Without quantising zeros: vLLM empties every slot it fills, and all of them at start."""
+        for codes, scales in ((self.a, self.a_scales), (self.b, self.b_scales)):
+            for code in codes:
+                code[index].view(torch.uint8).zero_()
+            for scale in scales:
+                if scale.dtype == torch.float32:
+                    scale[index : index + 1].fill_(1.0)
+                else:  # a block's scale in e4m3
+                    scale[index].view(torch.uint8).zero_()
+
     def store(self, index: int) -> None:
         """Quantise slot `index` of the host stacks into the GPU's codes."""
         for stacks, codes, scales in ((self.host_a, self.a, self.a_scales), (self.host_b, self.b, self.b_scales)):

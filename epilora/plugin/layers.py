@@ -246,7 +246,7 @@ class EpiloraLinear:
         for ranks in self._epilora_ranks:
             ranks[index] = 0
         if self._epilora_stored is not None:
-            self._epilora_stored.store(index)
+            self._epilora_stored.clear(index)
 
     def set_lora(self, index: int, lora_a: Any, lora_b: Any) -> None:
         super().set_lora(index, lora_a, lora_b)  # type: ignore[misc]

@@ -199,6 +199,14 @@ def test_slots_in_a_low_precision(adapters, dtype, new_engine, environment, op_e
     mean, _ = agreement(ours, plain)
     print(f"mean |delta log p| with {adapters} slots {mean:.3e}")
     assert 1e-4 < mean < {"fp8": 0.1, "nvfp4": 0.3}[adapters]
+    slots = layer._epilora_stored
+    assert any(bool(codes.view(torch.uint8).any()) for codes in slots.a)
+    for index in range(slots.a[0].shape[0]):
+        layer.reset_lora(index)
+    fresh = type(slots)(slots.format, slots.host_a, slots.host_b, slots.device)
+    for part in ("a", "b", "a_scales", "b_scales"):
+        for emptied, made in zip(getattr(slots, part), getattr(fresh, part), strict=True):
+            assert torch.equal(emptied.view(torch.uint8), made.view(torch.uint8)), part
 
 
 def test_batch_invariant_layers_are_all_or_an_error(new_engine, environment):

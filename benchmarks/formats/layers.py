@@ -371,7 +371,6 @@ class Timer:
 def time_layers(results: Results, seconds: float, failed: Sequence[str], only: str = "") -> None:
     """All timed cases whose name starts with `only`; see the module."""
     from benchmarks.kernels import vllm_baseline
-    from benchmarks.kernels.vllm_baseline import VllmLayer
 
     device, dtype = torch.device("cuda"), torch.bfloat16
     timer = Timer(results, seconds, failed, only)
@@ -389,16 +388,16 @@ def time_layers(results: Results, seconds: float, failed: Sequence[str], only: s
         results.add_failure(
             "layer/fp8_block", "vllm_deepgemm", 1, "DeepGEMM is not installed: CUTLASS/Triton block only"
         )
-    tuned: dict[Any, Any] = {}
+    one = vllm_baseline.VllmLayer(1, torch.zeros(1, dtype=torch.int32, device=device), SLOTS, RANK)
+    tuned = vllm_baseline.tune(full, one)  # type: ignore[arg-type]
     for M in (1, 8, 16, 32):
         chain = _with_tokens(full, M)
         slots = torch.zeros(M, dtype=torch.int32, device=device)
         groups = group_tokens(slots, SLOTS)
-        stock = VllmLayer(M, slots, SLOTS, RANK)
-        tuned = tuned or vllm_baseline.tune(chain, stock)  # type: ignore[arg-type]
+        stock = vllm_baseline.VllmLayer(M, slots, SLOTS, RANK)
 
         def with_stock_lora(
-            name: str, base: Callable[[Layer], torch.Tensor], stock: VllmLayer = stock, tuned: dict[Any, Any] = tuned
+            name: str, base: Callable[[Layer], torch.Tensor], stock: vllm_baseline.VllmLayer = stock
         ) -> dict[str, Callable[[Layer], Any]]:
             """vLLM's LoRA kernels beside a GEMM: {default, tuned} x {one, two streams}, so that the fastest is among them."""
 
@@ -447,11 +446,10 @@ def time_layers(results: Results, seconds: float, failed: Sequence[str], only: s
         )  # fmt: skip
         ours = {"epilora_k1_k2": fused("fp8_block", ""), "epilora_w8a16": w16("fp8_block", False)}
         timer.rows("layer/fp8_block", M, chain, ours | blocks, adapters=0)
-        ours = {"epilora_k1_k2": fused("fp8_block", "bf16"), "epilora_w8a16": w16("fp8_block", True)}
-        ours |= {f"epilora_hybrid_{name}": beside(gemm) for name, gemm in blocks.items()}
+        variants = {"epilora_k1_k2": fused("fp8_block", "bf16"), "epilora_w8a16": w16("fp8_block", True)}
         for name, gemm in blocks.items():
-            ours |= with_stock_lora(name, gemm)
-        timer.rows("layer/fp8_block", M, chain, ours, adapters=1)
+            variants |= {f"epilora_hybrid_{name}": beside(gemm), **with_stock_lora(name, gemm)}
+        timer.rows("layer/fp8_block", M, chain, variants, adapters=1)
         if M in (1, 32):
             ada = {
                 "epilora_k1_k2_triton": fused("fp8_channel", "bf16", how="triton"),

@@ -12,17 +12,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import torch
 
-from benchmarks.formats.layers import BASES, CHAIN, RANK, Layer, make_layer
+from benchmarks.formats.layers import BASES, CHAIN, LIMIT, RANK, Check, Layer, compile_ahead, make_layer
 from benchmarks.harness import rms_error, time_variants, warm_up
 from benchmarks.shapes import LAYER
-from epilora.kernels import w8a16
 from epilora.kernels.arguments import shared_limit, weight_kind
-from epilora.kernels.w8a16 import W8A16Config, is_legal_w8a16, w8a16_config_for, w8a16_gemm
+from epilora.kernels.w8a16 import W8A16Config, is_legal_w8a16, w8a16_config_for, w8a16_gemm, w8a16_gemm_ref
 
 CHOICES: dict[str, tuple[int, ...]] = {
     "block_m": (8, 16, 32),
@@ -32,24 +30,20 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "split_k": (1, 2, 4, 8),
     "block_n": (32, 64, 128),
 }
-MAX_ERROR = 6e-3
 
 
 def _microseconds(layers: Sequence[Layer], base: str, candidates: Sequence[W8A16Config]) -> dict[W8A16Config, float]:
     """Median time of every candidate that is right."""
-    right = []
-    with ThreadPoolExecutor(12) as pool:  # for the sake of what it compiles
-
-        def once(config: W8A16Config) -> None:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                w8a16_gemm(layers[0].x, layers[0].bases[base], config=config)
-
-        list(pool.map(once, candidates))
-    torch.cuda.synchronize()
-    w8a16._workspaces.clear()  # launches that met there may have left their counters half-way
-    wanted = w8a16.w8a16_gemm_ref(layers[0].x, layers[0].bases[base])
-    for config in candidates:
-        if rms_error(w8a16_gemm(layers[0].x, layers[0].bases[base], config=config), wanted) <= MAX_ERROR:
+    right, x, weight = [], layers[0].x, layers[0].bases[base]
+    wanted = w8a16_gemm_ref(x, weight)
+    checks = [
+        Check(str(c), lambda c=c: (w8a16_gemm(x, weight, config=c), wanted, LIMIT[x.dtype]))  # type: ignore[misc]
+        for c in candidates
+    ]
+    compile_ahead(checks)
+    for config, check in zip(candidates, checks, strict=True):
+        out, want, limit = check.run()
+        if rms_error(out, want) <= limit:
             right.append(config)
         else:
             print(f"WRONG {config}", flush=True)

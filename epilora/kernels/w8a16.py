@@ -330,13 +330,12 @@ def w8a16_config_for(
     """Default tiles, from searches on an H200: K is split until 256 programs stream weights; wide tiles for many tokens.
 
     Up to 8 tokens and up to 16 take mma.sync (8-token tiles, or two warps), which beat wgmma there; weight tiles of wide
-    tiles come by the copy engine where K allows it. kind: see `is_legal_w8a16`; its tiles are bounded by registers and have not been
-    searched.
+    tiles come by the copy engine where K allows it. kind: see `is_legal_w8a16`; its tiles are bounded by registers, and only
+    NVFP4's for up to 16 tokens have been searched.
     """
     if M <= 64:
-        block_m = 16 if M <= 16 else 32 if M <= 32 else 64
-        if M <= 8 and kind is not Format.NVFP4:  # 8-token tiles take twice as long on NVFP4
-            block_m = 8
+        smallest = 16 if kind is Format.NVFP4 else 8  # 8-token tiles take twice as long on NVFP4
+        block_m = max(smallest, 8 if M <= 8 else 16 if M <= 16 else 32 if M <= 32 else 64)
         warps = 2 if block_m == 16 and kind is not Format.NVFP4 else 4  # two warps spill on NVFP4
         block_k = 256 if block_m <= 16 else 128
         if kind is ScaleAxis.BLOCK:

@@ -42,7 +42,6 @@ class Limits:
 
     slots_many: int = SLOTS_MANY
     rank: int = RANK
-    load_format: str = "dummy"
     max_model_len: int = 4096
     kv_one: int = 768 << 20
     kv_many: int = 14 * GIB
@@ -75,7 +74,7 @@ class Limits:
 
 FULL = Limits()
 TINY = Limits(
-    slots_many=2, rank=16, load_format="auto", max_model_len=128, kv_one=16 << 20, kv_many=32 << 20, seqs_many=8,
+    slots_many=2, rank=16, max_model_len=128, kv_one=16 << 20, kv_many=32 << 20, seqs_many=8,
     batched_one=128, batched_many=256, capture_one=(), capture_many=(), capture_default=(), capture_long=(), tpot_prompt=8,
     tpot_new=6, throughput_requests=6, throughput_prompt=8, throughput_new=4, online_prompts=(8,),
     groups_many=((OURS, STOCK[0], NO_LORA),), brief_many=(OURS, STOCK[0]), brief_one=(OURS, STOCK[0]),
@@ -296,7 +295,7 @@ class Run:
             slots=slots,
             rank=limits.rank,
             max_model_len=limits.max_model_len,
-            load_format="auto" if any(pathlib.Path(self.model).glob("*.safetensors")) else limits.load_format,
+            load_format="auto" if any(pathlib.Path(self.model).glob("*.safetensors")) else "dummy",
             gpu=self.gpu,
             tuned_folder=self.tuned_folder,
             gpu_memory_utilization=0.05,  # only a bound on free memory at start; kv_bytes sizes the cache

@@ -85,6 +85,13 @@ def ask(process: Process) -> list[float]:
     return process.call("tpot")
 
 
+def test_weights_are_read_where_the_model_has_some_and_drawn_where_not(benchmark_run, tmp_path):
+    benchmark_run.model = str(tmp_path)
+    assert benchmark_run.spec(2).load_format == "dummy"
+    (tmp_path / "model.safetensors").touch()
+    assert benchmark_run.spec(2).load_format == "auto"
+
+
 def test_rounds_alternate_and_rows_hold_every_sample(benchmark_run):
     with benchmark_run.engines(benchmark_run.spec(2), (OURS, STOCK[0], NO_LORA)) as engines:
         benchmark_run.measure(engines, ask, "tpot/m/s2/b1", 1, "ms")
